@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CudaRuntime on stand-ins for CuPy and torch that record its calls and answer as they do.
+"""CudaRuntime with stand-ins for CuPy and torch, which record its calls and return set answers.
 
-That the calls are the right ones only a GPU can show; here is what ringcomm decides by itself.
+Only a GPU can show that the CUDA calls are the right ones. These tests check what ringcomm itself
+decides.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ UUID = "1b2c0000-0000-0000-0000-00000000beef"
 
 
 class CudaError(RuntimeError):
-    """An error such as CuPy's runtime raises: the number is in ``status``."""
+    """Like an error of CuPy's runtime API: the error number is in ``status``."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"cudaError{status}: what it means")
@@ -36,7 +37,7 @@ class CudaError(RuntimeError):
 
 
 class CUDADriverError(RuntimeError):
-    """An error such as CuPy's driver raises."""
+    """Like an error of CuPy's driver API."""
 
     def __init__(self, text: str, status: int = 500) -> None:
         super().__init__(text)
@@ -65,7 +66,7 @@ class Library:
 
 
 class Driver:
-    """In the place of libcuda."""
+    """Replaces libcuda."""
 
     def __init__(self) -> None:
         self.relaxed = 0
@@ -100,7 +101,7 @@ class Driver:
 
 
 class Current:
-    """The device and streams that torch has current, and its functions that change them."""
+    """The current device and streams of torch, and the functions of torch that change them."""
 
     def __init__(self) -> None:
         self.device = 0
@@ -152,8 +153,9 @@ def stack(monkeypatch) -> Stack:
     }.items():
         monkeypatch.setattr(torch._C, name, function, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    # As torch has them: handle 0 makes the one a new stream of torch's pool, and the other the
-    # default stream (https://github.com/pytorch/pytorch/issues/182960).
+    # As torch does, ExternalStream turns handle 0 into a new stream of torch's pool, and
+    # get_stream_from_external into the default stream
+    # (https://github.com/pytorch/pytorch/issues/182960).
     monkeypatch.setattr(
         torch.cuda, "ExternalStream", lambda handle, device: _wrapped(handle or 33, device)
     )
@@ -204,7 +206,7 @@ def test_small_copies_do_not_use_the_default_stream(stack):
     assert stack.runtime.read(0, 0x7000, 3) == b"\x01\x00\x02"
     stack.runtime.write(0, 0x7000, b"a\x00b")
     assert [call[2:4] for call in stack.cuda.named("memcpyAsync")] == [(3, 2), (3, 1)]
-    assert stack.driver.made == [-5]  # a priority, and so a hardware queue, that no other has
+    assert stack.driver.made == [-5]  # a priority of its own, and so a hardware queue of its own
     assert stack.cuda.named("streamSynchronize") == [(1001,), (1001,)]
 
 
@@ -222,7 +224,7 @@ def test_a_tensor_is_made_of_the_memory_s_own_description(stack, monkeypatch):
 
 
 def test_pinned_pages_are_mapped_zeroed_and_used_again(stack):
-    """The driver is asked once for many, and never to free one: it may wait for the device."""
+    """One driver call allocates many pages, and none is freed: freeing may wait for the device."""
     memory = ctypes.create_string_buffer(b"\xff" * (256 * 64), 256 * 64)
     address = ctypes.addressof(memory)
     stack.cuda.answers["hostAlloc"] = address
@@ -238,7 +240,7 @@ def test_pinned_pages_are_mapped_zeroed_and_used_again(stack):
     assert stack.runtime.allocate_pinned(64).host_ptr == address + 7 * 64
     assert memory.raw == bytes(256 * 64)
     stack.cuda.answers["hostAlloc"] = CudaError(700)
-    with pytest.raises(CudaError):  # all are given out, and it was in the pool only once
+    with pytest.raises(CudaError):  # all pages are in use; the freed page was pooled only once
         stack.runtime.allocate_pinned(64)
     assert stack.cuda.named("freeHost") == []
 
@@ -335,7 +337,7 @@ def test_streams_beyond_the_hardware_queues_are_counted(stack, monkeypatch):
 
 @pytest.mark.parametrize("handle", [0, 2, 0x7F0000000001])
 def test_a_call_goes_to_the_stream_of_its_handle(stack, handle):
-    """The default stream, the one of each thread (cudaStreamPerThread), and any other."""
+    """The default stream, the per-thread stream (cudaStreamPerThread), and another stream."""
     seen: list[tuple[int, int]] = []
 
     def function() -> None:
@@ -374,7 +376,7 @@ def test_a_device_is_entered_once_and_left_at_the_end(stack):
         runtime.record_event(1, 0)
         assert (current.entered, current.device) == ([1, 0], 1)
     assert current.device == 0
-    # Not inside: each enters its device, whatever this thread has entered and left.
+    # Outside of on_device() each call enters its device, whatever this thread entered before.
     runtime.wait_event(1, 0, runtime.record_event(1, 0))
     runtime.is_capturing(1)
     assert (current.entered, current.device) == ([1, 0, 1, 1, 1], 0)
@@ -382,7 +384,7 @@ def test_a_device_is_entered_once_and_left_at_the_end(stack):
 
 
 def test_user_code_on_a_stream_may_change_the_device(stack):
-    """As a rank's thread, which is on its own stream for as long as it runs."""
+    """A rank's thread, which is on its own stream for as long as it runs, may change the device."""
     runtime, current, seen = stack.runtime, stack.current, []
     stack.cuda.answers["eventRecord"] = lambda *_: seen.append(current.device)
     stream = runtime.make_stream(1)
@@ -418,7 +420,7 @@ def test_events(stack):
     assert event.query() is False
     stack.driver.passed.add(55)
     assert event.query() is True
-    # The runtime's own query would leave "not ready" behind for torch's next check of a launch.
+    # cudaEventQuery would leave "not ready" as the last error, which torch checks after a launch.
     assert stack.cuda.named("eventQuery") == []
     stack.runtime.wait_event(1, 1002, event)
     assert stack.cuda.named("streamWaitEvent") == [(1002, 55)]
@@ -464,10 +466,10 @@ def test_a_kernel_is_loaded_wholly_and_once(stack, monkeypatch):
     assert stack.runtime.find_kernel(1, "move", "rc_move") is kernel
     stack.runtime.find_kernel(1, "move", "rc_ll_move")
     assert stack.modules.named("moduleLoadData") == [(b"image",)]
-    with stack.runtime._loading[1]:  # another thread loads one, and waits for its device
+    with stack.runtime._loading[1]:  # another thread loads a kernel and waits for its device
         assert stack.runtime.find_kernel(1, "move", "rc_move") is kernel
         stack.runtime.find_kernel(0, "move", "rc_move")
-    assert units == [("move", (9, 0))] * 2  # a module belongs to a device
+    assert units == [("move", (9, 0))] * 2  # each device needs a module of its own
 
     stack.modules.answers["moduleGetFunction"] = CUDADriverError("not found")
     with pytest.raises(
@@ -491,7 +493,7 @@ def test_loops_of_both_kinds_live_beside_each_other(stack, monkeypatch):
 
 
 def refuse_prebuilt(stack: Stack, monkeypatch, status: int, maker: str | None) -> list[bool]:
-    """Has the driver refuse what came with the package; returns how units are then asked for."""
+    """Lets the driver refuse prebuilt units; returns the list of load_unit's ``prebuilt``."""
     asked: list[bool] = []
 
     def load_unit(unit: str, capability: tuple[int, int], prebuilt: bool = True) -> bytes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runtime that a process gets, and the error where it gets none."""
+"""The device runtime that a process gets, and the error of a process that gets none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringcomm.cuda import find_device
 from ringcomm.cuda.cupy_runtime import make_cuda_runtime
 from tests.support import ROOT
 
-# The CuPy of a machine, by name, and what a call for a device says there.
+# The state of CuPy on a machine, by name: the code that makes it, and the expected error message.
 STACKS = {
     "absent": (
         """
@@ -54,7 +54,7 @@ sys.meta_path.insert(0, Broken())
         "cannot be imported: OSError: libcuda.so.1: file too short",
     ),
 }
-# An interpreter whose forks import ringcomm, each with another CuPy.
+# A program whose forks import ringcomm, each with another state of CuPy.
 USE = """
 import json, os, sys
 import torch
@@ -99,7 +99,7 @@ def test_the_host_path_works_and_the_device_path_says_why_not():
 
 
 class StatusError(RuntimeError):
-    """An error such as CuPy raises: the number is in ``status``."""
+    """Like an error of CuPy: the number is in ``status``."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -115,7 +115,7 @@ def fail(error: BaseException) -> Any:
 
 @pytest.fixture
 def stack(monkeypatch) -> SimpleNamespace:
-    """A CuPy that sees one device and a torch that does, too; to be broken by the test."""
+    """A CuPy and a torch that both see one device; a test then breaks a part of them."""
     runtime = SimpleNamespace(driverGetVersion=lambda: 13000, getDeviceCount=lambda: 1)
     cupy: Any = ModuleType("cupy")
     cupy.cuda = SimpleNamespace(runtime=runtime, driver=SimpleNamespace())
@@ -175,7 +175,7 @@ def test_a_driver_library_that_does_not_load(stack, monkeypatch):
 
 
 class TwoDevices:
-    """The part of a runtime that naming a device takes."""
+    """The methods of a runtime that ringcomm calls to resolve a device's name."""
 
     def device_count(self) -> int:
         return 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels come from the build, or from a compilation that is kept."""
+"""Kernels come from the package's build, or from a compilation whose result is cached."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def builder(tmp_path, tree, compiler):
 
 
 def prebuilt_for(tree, folder, targets=units.PREBUILT):
-    """Makes the files that a build with nvcc leaves."""
+    """Creates the files that a build with nvcc would leave."""
     folder.mkdir()
     (folder / "units.json").write_text(units.manifest(tree, "nvcc 1.0", targets))
     for name in UNITS:
@@ -175,7 +175,7 @@ def test_what_the_build_left_is_not_taken_where_it_will_not_do(tmp_path, tree, c
     prebuilt = prebuilt_for(tree, folder, [Target(9, 0)])
     builder = KernelBuilder(tree, prebuilt, lambda: compiler, KernelCache(tmp_path / "cache"))
     assert builder.load("move", HOPPER).startswith(b"fatbin")
-    # Another GPU; a binary that is missing; sources that changed since.
+    # The build is not used for another GPU, when its binary is missing, or after sources changed.
     assert b"-arch=sm_100a" in builder.load("move", (10, 0))
     assert "for other GPUs or from other sources" in builder.describe((10, 0))
     (folder / "move.fatbin").unlink()
@@ -241,7 +241,7 @@ def test_a_description_says_where_kernels_come_from(tmp_path, tree, compiler, bu
 
 @pytest.fixture
 def nvrtc(monkeypatch):
-    """The real compiler, where CuPy would bring it."""
+    """The real compiler, found where CuPy would have installed it."""
     wheel.stand_in_for_cupy(monkeypatch)
     build._compiler.cache_clear()
     yield wheel
@@ -264,7 +264,7 @@ def test_without_nvrtc_the_remedy_is_said(nvrtc, monkeypatch):
 
 
 def test_nvrtc_compiles_the_sources_that_lie_here(tmp_path, nvrtc, monkeypatch):
-    """The real sources and the real compiler, as a user's first call would."""
+    """Compiles the real sources with the real compiler, as a user's first call does."""
     monkeypatch.setenv("RINGCOMM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(build, "PREBUILT_FOLDER", tmp_path)
     said = build.describe_source(HOPPER)

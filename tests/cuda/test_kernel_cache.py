@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled kernels on disk: shared by processes, checked when read, and never trusted blindly."""
+"""The cache of compiled kernels on disk: processes share it and check each entry that they read."""
 
 import fcntl
 import multiprocessing
@@ -17,8 +17,8 @@ from tests.support.fake_compiler import FakeCompiler, builder_for, make_tree
 
 NAME = "move.sm_90a.0123"
 CODE = b"machine code" * 100
-# Processes of their own limit the size of files, or begin at once. They run functions of this file,
-# and a fork has its imports already.
+# Tests start processes that limit the size of files or start at the same time. These run functions
+# of this file, and a fork already has its imports.
 FORK = multiprocessing.get_context("fork")
 
 
@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 
 class Maker:
-    """Makes an entry, and counts how often."""
+    """Creates a cache entry, and counts the calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -44,7 +44,7 @@ class Maker:
 
 
 def get(folder: Path | None) -> int:
-    """Returns how often an entry was made to get it: 0 or 1."""
+    """Gets an entry from the cache; returns how often it was compiled for that, 0 or 1."""
     make = Maker()
     assert KernelCache(folder).get(NAME, make) == CODE
     return make.calls
@@ -124,7 +124,7 @@ def test_a_folder_of_another_user_is_not_used(folder):
     [(1001, ""), (0, ""), (1000, "it belongs to user 1000, and this process runs as 1001")],
 )
 def test_whose_folders_are_trusted(monkeypatch, owner, reason):
-    """This user's, and root's: an image may bring compiled kernels along."""
+    """Folders of this user and of root are trusted: an image may contain compiled kernels."""
     monkeypatch.setattr(os, "geteuid", lambda: 1001)
     status = os.stat_result((0o40700, 0, 0, 0, owner, 0, 0, 0, 0, 0))
     assert kernel_cache._why_not_trusted(status) == reason
@@ -145,7 +145,7 @@ def test_no_home_does_no_harm():
 
 def test_a_folder_that_cannot_be_written_to_is_still_read(folder):
     get(folder)
-    # As in a read-only image: no lock can be made there.
+    # As in a read-only image, no lock file can be created.
     (folder / f"{NAME}.lock").unlink()
     (folder / f"{NAME}.lock").mkdir()
     assert get(folder) == 0
@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_written_to_is_still_read(folder):
 
 
 def get_with_little_room(folder: Path, answers) -> None:
-    # The kernel refuses to let any file grow past this, as a full disk would.
+    # The kernel lets no file grow beyond this limit, as if the disk were full.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
     with warnings.catch_warnings(record=True) as said:
@@ -209,7 +209,7 @@ def test_a_process_that_stopped_in_its_compilation_is_not_waited_for_forever(fol
 
 
 def test_what_another_process_made_meanwhile_is_taken(folder):
-    """Between the first look and the lock."""
+    """The other process wrote the entry between this process's first look and its lock."""
     get(folder)
     os.rename(folder / NAME, folder / "kept")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units and targets: which there are, what covers which GPU, and what a compilation reads."""
+"""Which units and targets exist, which target covers which GPU, and what a compilation reads."""
 
 import pytest
 
@@ -15,10 +15,10 @@ from tests.support.fake_compiler import make_tree
     [
         ((7, 5), None),
         ((8, 0), "sm_80"),
-        ((8, 9), "sm_80"),  # machine code serves later minor versions
+        ((8, 9), "sm_80"),  # machine code also runs on later minor versions
         ((9, 0), "sm_90a"),
         ((10, 0), "sm_100a"),
-        ((10, 3), "compute_100"),  # the letter means that architecture only
+        ((10, 3), "compute_100"),  # sm_100a code runs on compute capability 10.0 alone
         ((12, 1), "compute_100"),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_missing_header_is_said(tmp_path):
 
 
 def test_a_header_of_two_names_is_refused(tmp_path):
-    """NVRTC knows headers by their names: it would read this one twice."""
+    """NVRTC identifies headers by name, so it would include this header twice."""
     tree = make_tree(tmp_path)
     (tree / "kernels/cuda/body.h").write_text(
         '#include "ringcomm/core/platform.h"\n#include "kernels/include/ringcomm/core/platform.h"\n'
@@ -140,7 +140,7 @@ def test_every_unit_has_serial_loops_of_its_own():
 
 
 def test_a_serial_kernel_takes_what_several_do():
-    """They have no kernels for rings, nor for many ranks."""
+    """Serial units have no kernels for rings or many ranks; their other kernels do this work."""
     names = {k: units.kernel_name(k, units.SERIAL) for k in UNITS["adamw_float32"].kernels}
     assert {k for k, serial in names.items() if serial != k} == {
         "rc_ring_norm",

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multicast objects over the emulated driver, which has the real one's rules, and their passing."""
+"""Multicast objects on the emulated driver, and how processes pass them to each other.
+
+The emulated driver has the real driver's rules.
+"""
 
 import os
 import socket
@@ -23,7 +26,7 @@ def runtime():
 
 
 def _two(runtime):
-    """Two windows of one object, which are not bound yet."""
+    """Two windows of one object, not bound yet."""
     size_bytes = granularity_bytes(runtime, 0, 2)
     first = MulticastWindow.create(runtime, 0, size_bytes, 2)
     descriptor = first.export()
@@ -53,7 +56,7 @@ def test_windows_have_addresses_of_their_own_and_go(runtime):
 
 
 def _two_with_heaps(runtime, unit_bytes):
-    """Two bound windows of one object, which has room for three units of each heap."""
+    """Two bound windows of one object, which has room for three units of each rank's heap."""
     first = MulticastWindow.create(runtime, 0, unit_bytes, 2, 3 * unit_bytes)
     descriptor = first.export()
     second = MulticastWindow.join(runtime, 1, unit_bytes, descriptor, 3 * unit_bytes)
@@ -69,7 +72,7 @@ def test_chunks_of_heaps_are_bound_as_they_come(runtime):
     heap = ChunkedRange(runtime, 1, 8 * unit_bytes)
     for count, bound in ((1, 1), (2, 3)):
         heap.create(count * unit_bytes)
-        for _ in range(2):  # what is bound stays so
+        for _ in range(2):  # a second call does not bind anything twice
             windows[1].bind_heap(heap.chunks)
             assert windows[1].bound_heap_bytes == bound * unit_bytes
     assert [each.heaps_ptr - each.all_ptr for each in windows] == [unit_bytes] * 2
@@ -80,7 +83,7 @@ def test_chunks_of_heaps_are_bound_as_they_come(runtime):
     assert windows[1].heap_refusal == f"the object has {3 * unit_bytes} bytes for each heap"
     for window in windows:
         window.close()
-    windows[1].bind_heap(heap.chunks)  # too late, and without effect
+    windows[1].bind_heap(heap.chunks)  # has no effect after close()
     heap.close()
 
 
@@ -95,7 +98,7 @@ def test_a_heap_that_is_freed_first_stays_bound(runtime):
 
 
 def test_nothing_is_bound_before_all_devices_are_added(runtime):
-    """A real driver would wait there."""
+    """Binding fails on the emulated driver; a real driver would wait for the missing device."""
     window = MulticastWindow.create(runtime, 0, granularity_bytes(runtime, 0, 2), 2)
     with pytest.raises(UnsupportedError, match=r"cuMulticastBindMem: CUDA error 401: .*present"):
         window.bind()  # and closes it
@@ -108,7 +111,7 @@ def test_what_the_driver_refuses_leaves_nothing(runtime):
         MulticastWindow.join(runtime, 2, first.size_bytes, descriptor)  # a third of two
     os.close(descriptor)
     with pytest.raises(UnsupportedError, match="cuMulticastCreate: CUDA error 1: invalid argument"):
-        MulticastWindow.create(runtime, 0, 4096, 2)  # no multiple of the granularity
+        MulticastWindow.create(runtime, 0, 4096, 2)  # 4096 is not a multiple of the granularity
     first.close()
     second.close()
 
@@ -130,7 +133,7 @@ def test_a_descriptor_reaches_the_inbox_of_that_name():
 def test_what_others_send_to_an_inbox_is_dropped():
     inbox, before = DescriptorInbox(), len(os.listdir("/proc/self/fd"))
     send_descriptor(inbox.name, 0)
-    assert inbox.receive(os.getpid() + 1, 1.0) is None  # of this process, which is not that one
+    assert inbox.receive(os.getpid() + 1, 1.0) is None  # sent by this process, not the expected one
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.sendto(b"no descriptor", inbox.name)
     assert inbox.receive(os.getpid(), 1.0) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels/cuda/ptx.h and ops.h take for granted of roundings."""
+"""Checks the properties of rounding on which kernels/cuda/ptx.h and ops.h rely."""
 
 import numpy as np
 import pytest
@@ -8,14 +8,14 @@ BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
 
 
 def rounded(x, bits):
-    """FP64 numbers rounded to so many bits, to nearest even; exponents have no bounds."""
+    """Rounds FP64 numbers to ``bits`` significant bits, to nearest even, with any exponent."""
     _, exponents = np.frexp(x)
     shift = bits - exponents
     return np.ldexp(np.rint(np.ldexp(x, shift)), -shift)
 
 
 def sums(bits):
-    """Exact sums of pairs with ``bits`` bits, of every distance of their exponents that matters."""
+    """Yields exact sums of pairs of ``bits``-bit numbers, for each relevant exponent distance."""
     generator = np.random.default_rng(bits)
     whole = np.arange(1 << bits - 1, 1 << bits, dtype=np.float64)
     for distance in range(bits + 4):
@@ -34,7 +34,7 @@ def test_a_sum_of_two_rounds_once_as_it_does_by_fp32(dtype):
 
 
 def test_a_sum_of_two_would_not_by_fewer_bits():
-    """The bound is sharp: by 2 * 8 + 1 bits some sums round twice."""
+    """The bound is sharp: an intermediate result with fewer bits rounds some sums twice."""
     totals = list(sums(8))
     assert any(not np.array_equal(rounded(rounded(x, 12), 8), rounded(x, 8)) for x in totals)
 
@@ -42,7 +42,7 @@ def test_a_sum_of_two_would_not_by_fewer_bits():
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("divisor", [1, 2, 4, 8, 16, 32, 64])
 def test_a_quotient_by_a_power_of_two_is_a_product(dtype, divisor):
-    """Of every exponent, the smallest numbers among them."""
+    """Checks numbers of every exponent, including the smallest numbers."""
     words = np.uint32 if dtype == np.float32 else np.uint64
     bits = np.finfo(dtype).nmant
     exponents = np.arange(1 << (8 if dtype == np.float32 else 11), dtype=words) << words(bits)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests on a CUDA device, which ``make gpu-check`` runs, or without one on an emulated device."""
+"""Tests on a CUDA device (``make gpu-check``), or, where there is none, on an emulated device."""

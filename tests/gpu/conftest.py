@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives each test a device, names those that need a real one, and keeps one-launch worlds."""
+"""Gives each test a device, lists the tests that need a GPU, and reuses one-launch worlds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Worlds = Callable[[int], Any]
 
 
 def why_no_gpu() -> str | None:
-    """Why tests that need a GPU cannot run here; None where they can."""
+    """Returns the reason why tests that need a GPU cannot run here, or None if they can."""
     if torch.cuda.is_available():
         return None
     built = torch.version.cuda
@@ -45,7 +45,7 @@ def _why_not_emulated(item: pytest.Item) -> str | None:
     return NEEDS_A_GPU.get(item.path.name) or NEEDS_A_GPU.get(f"{item.path.name}::{name}")
 
 
-@pytest.hookimpl(tryfirst=True)  # before the tests are chosen by their marks
+@pytest.hookimpl(tryfirst=True)  # runs before pytest selects tests by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     without = why_no_gpu()
     for item in items:
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[None]:
-    """Has the device for a file; what the file made there must be gone at its end."""
+    """Opens the device for a test file; the file must have freed all of its memory at the end."""
     with the_device.in_use():
         yield
 
@@ -75,9 +75,9 @@ def in_stream_order(device: None) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def gpu_worlds(device: None) -> Iterator[Worlds]:
-    """``gpu_worlds(n)``: n ranks of this process on one GPU, kept while whole for later tests.
+    """``gpu_worlds(n)``: n ranks of this process on one GPU. Later tests reuse a faultless world.
 
-    One world at a time: those of all sizes would leave no room in the device's heap.
+    Only one world is open at a time: several would not fit into the device's heap.
     """
     built: list[Any] = []
 
@@ -89,6 +89,7 @@ def gpu_worlds(device: None) -> Iterator[Worlds]:
         return built[0]
 
     yield get
-    # Not only closed: what ranks keep as long as they live must be gone with the device.
+    # Closing is not enough: what ranks keep while they live must be freed before the device is
+    # closed.
     while built:
         built.pop().close()

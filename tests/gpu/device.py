@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that the tests of this folder run on: a GPU, or where there is none an emulated one.
+"""The device of this folder's tests: a GPU or, on a machine without one, an emulated device.
 
-The emulated device is as large as an H200, so what does not fit there does not fit here either.
-torch's own tensors are the host's there, and its operations run at once, but in stream order.
+The emulated device has the memory of an H200, so a test that does not fit there does not fit here.
+On the emulated device torch's own tensors are in host memory, and torch's operations run at once,
+in stream order.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from tests.support.device_worlds import Devices
 T = TypeVar("T")
 
 REAL = torch.cuda.is_available()
-# What ringcomm calls the device, and where torch makes tensors that are on it.
+# ringcomm's name of the device, and torch's device for plain tensors on it.
 DEVICE = "cuda:0"
 PLAIN = DEVICE if REAL else "cpu"
 _H200 = {"multiprocessors": 132, "threads": 256, "memory_bytes": 140 << 30}
-# Of an emulated device that processes share: with all of them, each would have hundreds of threads.
+# Multiprocessors of an emulated device that processes share. With an H200's 132, each process would
+# have hundreds of threads.
 _SHARED_MULTIPROCESSORS = 8
-# Long enough that what is queued behind it has not begun when the host goes on.
+# Keeps the stream busy for so long that work queued behind it cannot begin before the host
+# continues.
 _BUSY_CYCLES = 400_000_000
 _EMULATED_BUSY_S = 0.02
 _HELD_S = 60.0
@@ -44,7 +47,7 @@ def _runtime() -> Any:
 
 @contextmanager
 def in_use() -> Iterator[None]:
-    """Inside, this process has the device; all that was made on an emulated one must be gone."""
+    """Inside, this process uses the device; at the end an emulated one must have no memory left."""
     if REAL:
         torch.cuda.set_device(0)
         yield
@@ -58,7 +61,7 @@ def in_use() -> Iterator[None]:
 
 
 def take() -> None:
-    """Gives this process, which is one of several, the device until it ends."""
+    """Gives the device to this process, one of several, until the process ends."""
     if REAL:
         torch.cuda.set_device(0)
     else:
@@ -72,7 +75,7 @@ _CHOSEN = ShardedOptimizer._chosen_comm
 def _chosen_on_emulated(
     self: ShardedOptimizer, comm: CommArgument, params: Any
 ) -> Communicator | None:
-    """An optimizer's own communicator on a GPU, whose tensors look like the host's here."""
+    """Gives the optimizer a one-rank communicator on the emulated device if it has no other."""
     found = _CHOSEN(self, comm, params)
     first = params[0]["params"][0] if isinstance(params[0], dict) else params[0]
     if found is not None or _runtime().device_of(first) is None:
@@ -81,13 +84,13 @@ def _chosen_on_emulated(
 
 
 def ordered() -> AbstractContextManager[Any]:
-    """Inside, torch's operations of this thread are in the order of its streams."""
+    """Inside, torch's operations of this thread run in the order of their streams."""
     order: AbstractContextManager[Any] = nullcontext() if REAL else _runtime().in_stream_order()
     return order
 
 
 def in_order(fn: Callable[..., T]) -> Callable[..., T]:
-    """``fn`` for a thread of its own, with torch's operations :func:`ordered`."""
+    """Wraps ``fn`` for another thread, so that torch's operations there are :func:`ordered`."""
 
     def call(*args: Any) -> T:
         with ordered():
@@ -97,7 +100,7 @@ def in_order(fn: Callable[..., T]) -> Callable[..., T]:
 
 
 def on_host() -> AbstractContextManager[None]:
-    """Inside, plain tensors of torch's CPU device are the host's."""
+    """Inside, torch's CPU tensors count as host memory, not as the emulated device's memory."""
     return nullcontext() if REAL else _runtime().assuming(None)
 
 
@@ -122,13 +125,13 @@ def new_stream() -> Iterator[None]:
 
 
 def _here() -> Any:
-    """An event behind all work that the current stream has by now."""
+    """Returns an event behind all work that is now on the current stream."""
     runtime = _runtime()
     return runtime.record_event(0, runtime.current_stream(0))
 
 
 def is_busy() -> bool:
-    """Tells whether the current stream has work to do."""
+    """Tells whether the current stream has unfinished work."""
     return not _here().query()
 
 
@@ -138,7 +141,7 @@ def synchronize_stream() -> None:
 
 
 def keep_busy() -> None:
-    """Gives the current stream work that takes a while."""
+    """Puts work that takes a while on the current stream."""
     if REAL:
         torch.cuda._sleep(_BUSY_CYCLES)
         return
@@ -148,7 +151,7 @@ def keep_busy() -> None:
 
 @contextmanager
 def kept_busy() -> Iterator[None]:
-    """Does as :func:`keep_busy`; an emulated stream is busy until the end of the block."""
+    """Keeps the current stream busy: a GPU's for a while, an emulated one until the block ends."""
     if REAL:
         keep_busy()
         yield
@@ -167,7 +170,7 @@ def _await(event: threading.Event) -> None:
 
 @contextmanager
 def capture() -> Iterator[Callable[[], None]]:
-    """Inside, the current stream is capturing a graph; what it gives replays that afterwards."""
+    """Inside, the current stream captures a graph. Yields the function that replays it later."""
     if REAL:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -182,7 +185,7 @@ def capture() -> Iterator[Callable[[], None]]:
 
 
 def settled_bytes() -> int:
-    """Free bytes of the device when nothing is under way and torch keeps nothing for itself."""
+    """Returns the device's free bytes after all work has ended and torch has emptied its cache."""
     gc.collect()
     synchronize()
     if REAL:
@@ -191,5 +194,5 @@ def settled_bytes() -> int:
 
 
 def plain_bytes() -> int:
-    """Bytes in torch's own tensors on the device."""
+    """Returns the bytes of torch's own tensors on the device."""
     return torch.cuda.memory_allocated(0) if REAL else 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels whose loops are of interest, twice each, for a profiler: all ranks in one launch.
+"""Runs the kernels with the important loops twice each, for a profiler, all ranks in one launch.
 
-``make gpu-check`` runs it under ncu, with the bytes of a rank's buffer as the argument. Exits with
-1 when sums are wrong.
+``make gpu-check`` runs this program under ncu, with the bytes of a rank's buffer as the argument.
+The exit status is 1 when a sum is wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def collectives(world: Any, elems: int) -> None:
 
 
 def step(comm: Any, elems: int, clip: bool) -> None:
-    """In one pass; with ``clip`` the norm comes first, which reduces the gradients."""
+    """Takes optimizer steps in one pass, or with ``clip`` first the norm, which sums gradients."""
     param = torch.nn.Parameter(ringcomm.zeros(elems, dtype=torch.bfloat16, device=DEVICE))
     param.grad = torch.ones_like(param)
     optimizer = AdamW([param], comm=comm, options=AdamWOptions(bucket_elems=elems))
@@ -53,7 +53,7 @@ def step(comm: Any, elems: int, clip: bool) -> None:
 
 
 def run(size_bytes: int) -> None:
-    # Two buffers of each rank for collectives, and halves of them for two optimizers.
+    # Per rank: two buffers for collectives, and half of that for each of two optimizers.
     heap_bytes = 4 * max(WORLDS) * size_bytes + _HEAP_SLACK_BYTES
 
     def make(ranks: int) -> Any:

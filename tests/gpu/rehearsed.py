@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program of the harness on an emulated device: ``python -m tests.gpu.rehearsed BENCH ...``.
+"""Runs a bench program on an emulated device: ``python -m tests.gpu.rehearsed BENCH ...``.
 
-``make gpu-check REHEARSE=1`` times everything so. What a GPU is asked for beside ringcomm has
-stand-ins here; the figures are those of the emulator, and say so.
+``make gpu-check REHEARSE=1`` runs all its timings in this way. Stand-ins replace everything else
+that the programs use of a GPU. The results are labelled as figures of the emulator.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ FACTS = {
     "compute capability": "9.0",
     "driver": "none",
     "NCCL": "none",
-    COPY_FACT: "1.0",  # nothing was measured; the goals divide by it
+    COPY_FACT: "1.0",  # not measured, but the goals divide by it
 }
 
 
 class EmulatedGpu(Device):
-    """In the place of :class:`.devices.CudaDevice`, and of other clocks of its programs."""
+    """Replaces :class:`.devices.CudaDevice` and the clocks that the bench programs take from it."""
 
     name, tensors = DEVICE, PLAIN
 
@@ -67,7 +67,7 @@ class EmulatedGpu(Device):
 
 
 class EmulatedTrainer(EmulatedGpu):
-    """Of training, where torch's operations are captured, too."""
+    """For the training bench, which also captures torch's operations."""
 
     def capture(self, calls: Sequence[Call], count: int) -> Call:
         runtime = cuda.current()
@@ -77,7 +77,7 @@ class EmulatedTrainer(EmulatedGpu):
 
 
 class EmulatedCuda:
-    """In the place of ``torch.cuda``, as far as the optimizer's programs ask it directly."""
+    """Replaces ``torch.cuda`` where the optimizer's bench programs call it directly."""
 
     def empty_cache(self) -> None:
         """There is no cache."""
@@ -88,14 +88,14 @@ class EmulatedCuda:
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Inside, the harness takes this process's emulated device for its GPU."""
+    """Inside, the bench harness uses this process's emulated device as its GPU."""
     usual_world = ringcomm.local_world
 
     def run_ranks(words: Sequence[str], wanted: launch.Wanted) -> int:
         return launch.run_ranks([__spec__.name, *words[1:]], wanted)
 
     def local_world(*args: Any, **how: Any) -> OrderedWorld:
-        if "options" in how:  # Triton's interpreter runs no launch of several ranks
+        if "options" in how:  # Triton's interpreter cannot run a launch of several ranks
             how["options"] = replace(how["options"], kernels="native")
         return OrderedWorld(usual_world(*args, **how))
 
@@ -103,7 +103,8 @@ def stand_ins() -> Iterator[None]:
 
     def graphed_step(step: Any, optimizer: Any, **how: Any) -> Any:
         made = usual_step(step, optimizer, **how)
-        # All tensors look like the host's here; a step reads the rates there.
+        # Here all tensors look like host tensors; mark the learning rates, which a step reads on
+        # the host.
         runtime: Any = cuda.current()
         runtime.host_tensors.extend(group["lr"] for group in optimizer.param_groups)
         return made
@@ -111,7 +112,8 @@ def stand_ins() -> Iterator[None]:
     resize = torch.UntypedStorage.resize_
 
     def resized_in_order(storage: torch.UntypedStorage, size_bytes: int) -> Any:
-        # A GPU's allocator does not reuse memory before the work that uses it; malloc does.
+        # Unlike a GPU's allocator, malloc may reuse memory before the device's work with it has
+        # ended.
         if resized_in_graph(storage, size_bytes):
             return storage
         device.synchronize()
@@ -120,7 +122,7 @@ def stand_ins() -> Iterator[None]:
     emulated = EmulatedCuda()
     stand_ins: list[tuple[Any, str, object]] = [
         (devices, "CudaDevice", EmulatedGpu),
-        # The host's compiler makes one kind of loops, which stands for both.
+        # The host's compiler makes only one kind of loops, which replaces both kinds.
         (units, "chosen_loops", lambda: units.BATCHED),
         (devices, "choose", lambda mode, ranks, gpus, by: choose(mode, ranks, 1, by)),
         (device_steps, "CudaDevice", EmulatedGpu),
@@ -141,14 +143,15 @@ def stand_ins() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the bench that the first word names; returns its exit status."""
+    """Runs the bench named by the first argument; returns its exit status."""
     bench = importlib.import_module(f"ringcomm.bench.{arguments[0]}").BENCH
     with ExitStack() as stack:
         if launch.started_by(os.environ) is None:
             stack.enter_context(device.in_use())
         else:
             device.take()
-        # FSDP2's tensors have no storage, which the order of streams asks for, and need no order.
+        # FSDP2's tensors have no storage, which ordering by streams needs, and they need no
+        # ordering.
         if "fsdp2-on-nccl" not in arguments:
             stack.enter_context(device.ordered())
         stack.enter_context(stand_ins())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each collective once, and a step, at small sizes, for compute-sanitizer: two ranks, one launch.
+"""Runs each collective and an optimizer step once, at small sizes, under compute-sanitizer.
 
-Run by ``make gpu-check`` under memcheck, racecheck and synccheck. Exits with 1 when a result is
-wrong.
+Two ranks share one launch. ``make gpu-check`` runs this program under memcheck, racecheck and
+synccheck. The exit status is 1 when a result is wrong.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tests.gpu import device
 from tests.gpu.device import DEVICE, PLAIN
 from tests.gpu.worlds import one_launch_world, ramp
 
-# A tail only, and whole vectors with a tail behind them.
+# Elements: fewer than a vector, and whole vectors with a remainder.
 COUNTS = (3, 2053)
 RANKS = 2
-# Everything is many times slower here, the waiting as well.
+# Under the sanitizer everything, waiting too, takes many times longer.
 TIMEOUT_S = 60.0
 
 Tensor = torch.Tensor
@@ -70,7 +70,7 @@ def gathers(world: Any, count: int, in_heap: bool) -> None:
 
 
 def others(world: Any, count: int, in_heap: bool) -> None:
-    """Calls that the ranks make one by one; they meet on the host, and one launch carries both."""
+    """Calls that each rank makes by itself. The ranks meet on the host; one launch carries both."""
     inputs, wholes = given(count, in_heap), given(count * RANKS, in_heap)
     swapped = [torch.cat([whole.chunk(RANKS)[rank] for whole in wholes]) for rank in range(RANKS)]
 
@@ -109,7 +109,7 @@ def messages(world: Any, count: int, in_heap: bool) -> None:
 
 
 def trained(comm: Any, grad: Tensor, algorithm: str, clip: bool) -> Tensor:
-    """A parameter of ones after two steps."""
+    """Returns a parameter of ones after two optimizer steps."""
     param = torch.nn.Parameter(torch.ones_like(grad))
     param.grad = grad.clone()
     optimizer = AdamW([param], lr=0.1, comm=comm, options=AdamWOptions(algorithm=algorithm))
@@ -121,7 +121,7 @@ def trained(comm: Any, grad: Tensor, algorithm: str, clip: bool) -> Tensor:
 
 
 def steps(world: Any, alone: Any, count: int) -> None:
-    """The optimizer in one pass and in two, against one rank that has the mean gradient."""
+    """Compares steps in one pass and in two with those of a rank that has the mean gradient."""
     grads = given(count, False)
     mean = (grads[0] + grads[1]) / RANKS
     for clip in (False, True):

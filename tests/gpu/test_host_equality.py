@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of integers wrap on a GPU as they do on the host; tests/comm/device has the other bits."""
+"""Sums of integers wrap on a GPU as on the host; tests/comm/device compares the other results."""
 
 import torch
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a call on the host: noted in the results of ``make gpu-check``, not asserted."""
+"""The host time of a call: ``make gpu-check`` records it in its results; no test asserts it."""
 
 import statistics
 import time
@@ -13,12 +13,12 @@ from tests.gpu.worlds import one_launch_world
 
 pytestmark = pytest.mark.deadlines
 
-# An emulated device has no figures: there the calls must go, no more.
+# Times of an emulated device mean nothing: there the test only checks that the calls succeed.
 CALLS, ROUNDS = (200, 7) if REAL else (2, 1)
 
 
 def host_us(call):
-    """Median microseconds until a call returns; the device has all of them to do at the end."""
+    """Returns the median microseconds until a call returns; waits for the device once per round."""
     taken = []
     for _ in range(ROUNDS):
         synchronize()

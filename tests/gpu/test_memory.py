@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory comes back: torch's, the heap's and the device's, whatever order things end in."""
+"""Memory of torch, the heap and the device is freed, in whatever order objects are closed."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.gpu.device import DEVICE, PLAIN, REAL, plain_bytes, settled_bytes, sy
 from tests.gpu.worlds import connect, one_launch_world, run_ranks
 
 COUNT = 1 << (20 if REAL else 14)
-# What the driver may keep for itself from one round to the next.
+# The driver may keep this much for itself from one round to the next.
 SLACK_BYTES = 8 << 20
 
 
@@ -22,7 +22,7 @@ def use(world):
 
 def test_worlds_leave_no_memory_behind():
     with one_launch_world(4) as world:
-        use(world)  # whatever is made once and kept
+        use(world)  # the first use allocates memory that is kept
     del world
     before = settled_bytes()
     allocated = plain_bytes()
@@ -74,7 +74,7 @@ def wait_for_all(store, name, rank, world):
 
 
 def opened_and_closed(store, rank, world):
-    """IPC mappings are closed before what they map; many rounds would run out otherwise."""
+    """IPC mappings are closed before their memory is freed; else many rounds run out of memory."""
     free_bytes = []
     for turn in range(6):
         with connect(store, rank, world, name=f"turn-{turn}") as comm:
@@ -90,7 +90,7 @@ def opened_and_closed(store, rank, world):
 
 
 def test_processes_leave_no_memory_behind():
-    # The processes share the device, so each sees what all of them hold.
+    # The processes share the device, so each sees the memory that both hold.
     assert all(change >= -4 * SLACK_BYTES for change in run_ranks(opened_and_closed, 2))
 
 
@@ -111,7 +111,7 @@ def test_ranks_may_close_in_different_orders():
 
 
 def grows(store, rank, world):
-    """Sums in memory that the heap got after the ranks had met."""
+    """Reduces tensors in memory that the heap got after the ranks had met."""
     kept = []
     with connect(store, rank, world) as comm:
         stats = ringcomm.heap_stats(DEVICE)
@@ -125,7 +125,7 @@ def grows(store, rank, world):
             kept.append(tensor)
         after = ringcomm.heap_stats(DEVICE)["committed_bytes"]
         core = comm.engine.device_core
-        # Peers map what comes, and take it from where it lies.
+        # Peers map new heap memory, and read it in place.
         assert core.heap.memory.await_peers(10.0)
         assert core._lent_bytes == after
         del tensor

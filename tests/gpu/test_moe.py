@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts on a device: rows, sums and gradients have the host's bits, whatever the ranks."""
+"""Experts on a device: rows, sums and gradients have the host's bits, for each number of ranks."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ Worlds = Callable[[int], Any]
 EXPERTS, HIDDEN = 8, 40
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RANKS = [1, 2, 4]
-# Tokens, numbers of each, and rows for each: larger than the caches of a GPU.
+# Tokens, elements per token, and rows per token; larger than the caches of a GPU.
 RATE_SHAPE = (16384, 4096, 4) if REAL else (8, 64, 4)
 
 
 def cases_of(ranks: int, k: int, hidden: int = HIDDEN, dtype: torch.dtype = torch.float32) -> Any:
-    """Ranks with different numbers of tokens; of several the last has none."""
+    """Returns a case per rank, each with another number of tokens; of several the last has none."""
     sizes = [0 if 0 < rank == ranks - 1 else 9 + 5 * rank for rank in range(ranks)]
     return [case(rank, k, tokens, hidden, dtype=dtype) for rank, tokens in enumerate(sizes)]
 
@@ -69,18 +69,18 @@ def in_heap(tensor: Tensor) -> Tensor:
 
 
 def assert_alike(found: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
-    """Equal bits, but a GPU's products of matrices and hyperbolic tangents have other ones."""
+    """Compares bits; on a GPU with a tolerance, since its matrix products and tanh differ."""
     if REAL:
-        # Sums of some 40 products, each within 2^-24 of itself, through a layer and back.
+        # Sums of some 40 products, each with a relative error of 2^-24, forward and backward.
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=atol)
     else:
         assert torch.equal(found, expected)
 
 
 def on_one_thread(body: Callable[[Communicator], T]) -> Callable[[Communicator], T]:
-    """``body`` for a rank's thread, which runs backward itself.
+    """Wraps ``body`` for a rank's thread, so that backward runs on this thread.
 
-    Ranks that share a GPU would else share autograd's thread of it, and wait for each other there.
+    Ranks that share a GPU would otherwise share autograd's thread, and wait for each other there.
     """
 
     def call(comm: Communicator) -> T:
@@ -90,7 +90,7 @@ def on_one_thread(body: Callable[[Communicator], T]) -> Callable[[Communicator],
     return call
 
 
-# A hidden size whose rows are vectors of 16 bytes, and one whose rows lie off any alignment.
+# Rows of one hidden size are vectors of 16 bytes; rows of the other one are not aligned.
 @covering(strength=2 if REAL else 1, ranks=RANKS, dtype=DTYPES, hidden=[HIDDEN, 37])
 def test_rows_and_sums_have_the_bits_of_loops(
     gpu_worlds: Worlds, ranks: int, dtype: torch.dtype, hidden: int
@@ -104,7 +104,7 @@ def test_rows_and_sums_have_the_bits_of_loops(
             mine = on_device(cases[comm.rank])
             y = torch.cat(own(ys, comm)).to(PLAIN)
             rows, counts, handle = moe.dispatch(mine.x, mine.idx, mine.weights, EXPERTS, comm)
-            # A handle serves again, and memory of the heap is read where it lies.
+            # A handle is used twice, and a tensor in the heap is read in place.
             sums = moe.combine(y, handle), moe.combine(in_heap(y), handle)
             return tuple(map(to_host, (rows, counts, *sums)))
 
@@ -156,7 +156,7 @@ def test_rows_of_nothing_have_gradients_of_nothing(gpu_worlds: Worlds) -> None:
 def _process(store: Any, rank: int, world_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     cases = cases_of(world_size, 2, dtype=dtype)
     with connect(store, rank, world_size) as comm:
-        # Heaps of different sizes and contents, so that rows lie elsewhere in each.
+        # The heaps differ in size and contents, so each rank's rows have other offsets.
         kept = ringcomm.empty(1000 * rank, device=DEVICE)
         mine = on_device(cases[rank])
         rows, _, handle = moe.dispatch(in_heap(mine.x), mine.idx, mine.weights, EXPERTS, comm)
@@ -208,7 +208,7 @@ def test_an_expert_that_there_is_not_is_refused_on_all_ranks(gpu_worlds: Worlds)
 
 
 def test_memory_of_the_heap_is_free_behind_a_call(gpu_worlds: Worlds) -> None:
-    """A rank writes over what it lent, on the stream behind the call, and peers have read it."""
+    """Later work on the stream may overwrite tensors that the rank lent: peers have read them."""
 
     def body(comm: Communicator) -> list[Tensor]:
         mine, found = on_device(case(comm.rank, 2, hidden=1024)), []
@@ -226,7 +226,7 @@ def test_memory_of_the_heap_is_free_behind_a_call(gpu_worlds: Worlds) -> None:
 
 
 def test_outboxes_are_written_by_turns(gpu_worlds: Worlds) -> None:
-    """Calls follow each other without a collective at their ends, with rows of growing size."""
+    """Calls follow each other without a collective between them, with rows of growing size."""
 
     def body(comm: Communicator) -> bool:
         good = []
@@ -270,7 +270,7 @@ def test_a_layer_trains_on_a_device(gpu_worlds: Worlds) -> None:
 
 
 def test_it_trains_sharded_as_on_the_host(gpu_worlds: Worlds) -> None:
-    """Experts over 2 of 4 ranks at stage 3, stepped three times: losses, norms, parameters."""
+    """Trains 3 steps at stage 3, with experts over 2 of 4 ranks, and compares with the host."""
 
     def body(comm: Communicator) -> list[Tensor]:
         with comm.split(comm.rank // 2) as group:
@@ -283,7 +283,7 @@ def test_it_trains_sharded_as_on_the_host(gpu_worlds: Worlds) -> None:
     with on_host(), ringcomm.local_world(4) as world:
         expected = world.run(body)
     found = gpu_worlds(4).run(on_one_thread(body))
-    # A gradient near 0 may have the other sign there, and AdamW then steps the other way.
+    # A gradient near 0 may have the other sign on a GPU; AdamW then steps the other way.
     most = 2 * LR * STEPS
     for mine, theirs in zip(found, expected, strict=True):
         for one, other in zip(mine, theirs, strict=True):
@@ -291,7 +291,7 @@ def test_it_trains_sharded_as_on_the_host(gpu_worlds: Worlds) -> None:
 
 
 def test_rates(gpu_worlds: Worlds, record_property: Callable[[str, object], None]) -> None:
-    """Bytes that the kernels move, per second, beside those of a copy of the rows."""
+    """Records the rates of the kernels in bytes per second, and that of a copy of the rows."""
     [comm] = gpu_worlds(1)
     tokens, hidden, k = RATE_SHAPE
     seed = torch.Generator().manual_seed(1)
@@ -334,8 +334,8 @@ def test_rates(gpu_worlds: Worlds, record_property: Callable[[str, object], None
         synchronize()
         if REAL:
             record_property(f"GB/s, {name}", f"{moved_bytes / seconds_of(call) / 1e9:.0f}")
-    # A row and itself: sums of `hidden` numbers of one sign, in whatever order, are within
-    # hidden times 2^-24 of themselves.
+    # The product of a row with itself sums `hidden` positive numbers, so in any order the relative
+    # error is at most hidden * 2^-24.
     squares = rows.float().square().sum(1)
     torch.testing.assert_close(to_host(dots), to_host(squares), rtol=2 * hidden / 2**24, atol=0)
     assert torch.equal(to_host(rows), to_host(x[at.to(PLAIN)]))

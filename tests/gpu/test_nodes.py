@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A communicator over nodes, with NCCL between them: each GPU of this machine plays a node's part.
+"""A communicator over nodes, with NCCL between them, where GPUs of one machine act as the nodes.
 
-With four GPUs there are two nodes of two, else two of one.
+With four GPUs there are two nodes of two ranks, else two nodes of one rank.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from tests.gpu.worlds import TIMEOUT_S, run_ranks
 from tests.support.call_checks import CHECKS, Case
 from tests.support.ranks import join_nodes
 
-# One element, a tail, several segments of every channel.
+# One element, a partial vector, and several segments of every channel.
 COUNTS = (1, 1000, 300_001)
 LIMIT_S = 100.0
 

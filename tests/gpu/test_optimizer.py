@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sharded optimizer on a GPU: the host's bits, graphs, loss scaling, processes."""
+"""The sharded optimizer on a GPU: equality with the host, graphs, loss scaling, processes."""
 
 import math
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ from tests.support.covering import covering
 
 SHAPES = ((700,), (3, 5), (40, 41), ())
 STEPS = 4
-# Several launches' worth of blocks, and a tail.
+# More blocks than one launch has, and a remainder.
 LARGE = (3_000_017 if REAL else 20_003,)
 LIMIT_S = 100.0
 ONE_SHOT = AdamWOptions(algorithm="one_shot")
@@ -27,18 +27,18 @@ def values(dtype, seed, shapes=SHAPES):
 
 
 def leaves(dtype, device, shapes=SHAPES):
-    """Parameters that are the same wherever they are."""
+    """Returns parameters with the same values on every device."""
     plain = PLAIN if device == DEVICE else device
     return [torch.nn.Parameter(each.to(plain)) for each in values(dtype, 99, shapes)]
 
 
 def using(device):
-    """Inside, plain tensors are those of ``device``."""
+    """Inside, plain tensors belong to ``device``."""
     return nullcontext() if device == DEVICE else on_host()
 
 
 def give(params, turn, rank=0):
-    """Gradients, as a backward would leave them: in what ``p.grad`` is, if it is anything."""
+    """Sets gradients as a backward would: it writes into ``p.grad`` if there is a tensor."""
     shapes = [tuple(param.shape) for param in params]
     for param, grad in zip(
         params, values(params[0].dtype, 1000 * turn + rank, shapes), strict=True
@@ -50,7 +50,7 @@ def give(params, turn, rank=0):
 
 
 def train(device, dtype, options=None, clip=None, comm=None, shapes=SHAPES):
-    """Parameters after some steps, and the norms that were clipped."""
+    """Returns the parameters after some steps, and the norms before clipping."""
     with using(device):
         params, norms = train_here(leaves(dtype, device, shapes), options, clip, comm)
     return [param.detach().cpu() for param in params], [norm.cpu() for norm in norms]
@@ -83,7 +83,7 @@ OPTIONS = {
 }
 
 
-# tests/comm/device has the small ones.
+# tests/comm/device tests small parameters.
 @covering(
     strength=1,
     valid=lambda case: (case.get("dtype"), case.get("name")) != (torch.float16, "remainder"),
@@ -102,8 +102,8 @@ def test_a_large_parameter_gets_the_bits_of_the_host(dtype, name):
 def test_norms_have_the_bits_of_the_host(dtype, kind):
     params, norms = train(DEVICE, dtype, clip=kind)
     host_params, host_norms = train("cpu", dtype, clip=kind)
-    # The words are exact; what torch makes of them in double precision may differ by far less than
-    # what the rounding to FP32 leaves.
+    # The words of the norm are exact. torch's double-precision result of them may differ between
+    # devices, by far less than the rounding to FP32.
     assert same(norms, host_norms) and same(params, host_params)
 
 
@@ -119,9 +119,10 @@ def step_once(optimizer, clip):
     scaled={"plain": False, "loss scale": True},
 )
 def test_a_graph_replays_steps_as_eager_ones(dtype, clip, scaled):
-    """Nothing in a step waits for the device or depends on the host: step, lr and scale are there.
+    """A step never waits for the device nor reads the host: step, lr and scale are on the device.
 
-    Two steps are captured, and replayed three times with other gradients and learning rates.
+    The test captures two steps, and replays them three times with other gradients and learning
+    rates.
     """
 
     def build():
@@ -130,7 +131,7 @@ def test_a_graph_replays_steps_as_eager_ones(dtype, clip, scaled):
         lr = torch.tensor(1e-2, device=PLAIN)
         optimizer = AdamW(params, lr=lr, loss_scaler=scaler)
         give(params, 0)
-        step_once(optimizer, clip)  # what is made at a first step must not be made in a capture
+        step_once(optimizer, clip)  # a first step allocates memory, which a capture must not do
         return params, lr, optimizer
 
     eager_params, eager_lr, eager = build()
@@ -154,7 +155,7 @@ def test_a_graph_replays_steps_as_eager_ones(dtype, clip, scaled):
     torch.cuda.synchronize()
     assert optimizer.steps_taken.item() == 7.0 == eager.steps_taken.item()
     assert same(params, eager_params)
-    optimizer.communicator.close()  # by itself it keeps its memory for the graph
+    optimizer.communicator.close()  # otherwise the communicator keeps its memory for the graph
 
 
 def test_a_step_does_not_wait_for_the_device():
@@ -164,7 +165,7 @@ def test_a_step_does_not_wait_for_the_device():
     step_once(optimizer, True)
     give(params, 1)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")  # torch raises where it would wait
+    torch.cuda.set_sync_debug_mode("error")  # torch raises an error instead of waiting
     try:
         torch.cuda._sleep(400_000_000)
         step_once(optimizer, True)
@@ -234,7 +235,7 @@ def test_state_goes_to_the_host_and_back():
 
 
 def in_one_pass_and_two(comm, device):
-    """The bytes of parameters and norms after training both ways."""
+    """Returns the bytes of parameters and norms after training in one pass and in two."""
     found = []
     for clip in (None, 2.0):
         params, norms = train(device, torch.bfloat16, ONE_SHOT, clip, comm)
@@ -250,7 +251,7 @@ def in_processes(store, rank, world):
 
 @pytest.mark.timeout(LIMIT_S)
 def test_processes_train_as_threads_on_the_host():
-    """A loop without DDP, on 2 ranks that share the GPU by CUDA IPC."""
+    """Trains without DDP on 2 ranks that share the GPU by CUDA IPC."""
     with ringcomm.local_world(2) as world:
         wanted, _ = world.run(lambda comm: in_one_pass_and_two(comm, "cpu"))
     for found in run_ranks(in_processes, 2, timeout_s=LIMIT_S - 10):

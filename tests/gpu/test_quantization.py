@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization on a device: the host's bits, and on a GPU their rate beside a copy's."""
+"""Quantization on a device has the host's bits; on a GPU its rate is recorded, and a copy's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.quantization_checks import DTYPES, QuantizationEnd, differenc
 
 QUANT_FORMATS = ("int8", "fp8", "int4")
 FLOAT32 = DTYPE_CODES[torch.float32]
-# Larger than the caches of a GPU; an emulated device has no figures, and one block will do.
+# Larger than the caches of a GPU. An emulated device has no rates, so one block is enough there.
 RATE_ELEMS, ROUNDS = (1 << 28, 20) if REAL else (300, 1)
 SOURCES = 4
 
@@ -34,7 +34,7 @@ def comm(device: None) -> Any:
 
 
 def enqueue_of(comm: Communicator) -> Callable[..., None]:
-    """Enqueues a native call, as a communicator over nodes does."""
+    """Returns a function that enqueues a native call, as a communicator over nodes does."""
 
     def enqueue(name: str, *args: Any) -> None:
         comm.engine.start_call(Call(name, lambda end: getattr(end, name)(*args), []))
@@ -83,7 +83,7 @@ def test_what_cannot_be_quantized_is_refused(comm: Communicator) -> None:
 
 
 def test_rates(comm: Communicator, record_property: Callable[[str, object], None]) -> None:
-    """Bytes that the kernels move, per second, beside those of a copy of the numbers."""
+    """Records the rates of the kernels in bytes per second, and that of a copy of the numbers."""
     enqueue = enqueue_of(comm)
     quantizer = DeviceQuantizer(
         enqueue, lambda size: torch.empty(size, dtype=torch.uint8, device=PLAIN)
@@ -116,7 +116,7 @@ def test_rates(comm: Communicator, record_property: Callable[[str, object], None
         synchronize()
         if REAL:
             record_property(f"GB/s, {name}", f"{moved_bytes / seconds_of(call) / 1e9:.0f}")
-    # The last sum: four times what the numbers are in int4.
+    # The last call summed four int4 runs of the same numbers.
     one = torch.empty_like(numbers)
     quantizer.add_up("int4", runs, 1, Span(one.data_ptr(), one.numel()), FLOAT32)
     synchronize()
@@ -125,7 +125,7 @@ def test_rates(comm: Communicator, record_property: Callable[[str, object], None
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """The shortest of some rounds, on the device's clock."""
+    """Returns the shortest of some rounds, by the device's clock."""
     taken = []
     for _ in range(ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives are ordered on streams, and tensors live as long as their collectives."""
+"""Collectives follow the order of streams, and tensors live as long as their collectives."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_wait_orders_the_stream_and_not_the_host(gpu_worlds):
             with kept_busy():
                 work = comm.all_reduce(tensor, async_op=True)
                 work.wait()
-                # The host has come here while the stream is still busy with what came first.
+                # wait() did not block the host: the stream still works on what was queued first.
                 ahead = is_busy()
             result = tensor.clone()
             synchronize_stream()
@@ -55,7 +55,7 @@ def test_wait_orders_the_stream_and_not_the_host(gpu_worlds):
 
 @pytest.mark.parametrize("algorithm", ["copy_engine", "one_shot"])
 def test_a_gather_overlaps_matrix_work(gpu_worlds, algorithm):
-    """Both come out right; what overlapping gains is measured elsewhere."""
+    """Both results are right; tests elsewhere measure the time that overlapping saves."""
 
     def body(comm):
         part = ramp(COUNT, comm.rank)

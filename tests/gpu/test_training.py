@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP and FSDP2 on the GPU, as processes that share it, against gloo on the CPU."""
+"""DDP and FSDP2 in processes that share the GPU, compared with gloo on the CPU."""
 
 import tempfile
 from datetime import timedelta
@@ -53,7 +53,7 @@ def whole(tensor):
 
 
 def train(wrapped, rank, device):
-    """Losses of the steps, and the weights at the end, in FP32 on the CPU."""
+    """Returns the losses of the steps, and the final weights in FP32 on the CPU."""
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
     losses = []
     for step in range(STEPS):
@@ -78,7 +78,7 @@ def in_group(backend, device, rank, world, folder, wrapper):
 
 
 def trains_alike(store, rank, world, folder, wrapper):
-    # Else products of 32-bit floats keep 10 bits of each factor.
+    # With TF32, products of 32-bit floats would keep only 10 bits of each factor's mantissa.
     torch.backends.cuda.matmul.allow_tf32 = False
     ringcomm.c10d.register()
     losses, weights = in_group("ringcomm", "cuda:0", rank, world, folder, wrapper)
@@ -94,7 +94,7 @@ def trains_alike(store, rank, world, folder, wrapper):
 def test_trains_as_gloo_does_on_the_cpu(wrapper):
     with tempfile.TemporaryDirectory() as folder:
         results = run_ranks(trains_alike, 2, folder, wrapper, timeout_s=LIMIT_S - 10)
-    # All ranks hold the same weights, to the bit.
+    # All ranks hold the same weights, bit for bit.
     assert results[0] == results[1]
 
 

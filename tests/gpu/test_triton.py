@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels on one GPU: several ranks in one launch, and beside the CUDA kernels."""
+"""The Triton kernels on one GPU: several ranks in one launch, and mixed with CUDA kernels."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _world(ranks: int, kernels: str) -> Any:
-    # Triton's interpreter runs no launch of several ranks: on an emulated device the CUDA kernels
-    # stand in, with the same tensors.
+    # Triton's interpreter cannot run a launch of several ranks, so on an emulated device the CUDA
+    # kernels replace Triton's, with the same tensors.
     return one_launch_world(ranks, kernels=kernels if REAL else "native")
 
 
-# An emulated device has each world and each algorithm once.
+# An emulated device tests each world size and each algorithm once.
 FORMS = [(2, "one_shot"), (4, "ring"), *([(2, "ring"), (4, "one_shot")] if REAL else [])]
 
 
@@ -68,7 +68,7 @@ def test_a_graph_replays_triton_kernels():
     with _world(2, "triton") as world:
         tensors = [to_device(ramp(5000, r), True) for r in range(2)]
         kept = [each.clone() for each in tensors]
-        world.all_reduce(tensors)  # compiled and loaded before the capture
+        world.all_reduce(tensors)  # compiles and loads the kernel before the capture
         synchronize()
         with capture() as replay:
             world.all_reduce(tensors)

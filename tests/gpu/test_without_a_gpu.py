@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of this folder that runs without a GPU."""
+"""The tests of this folder that need no device."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.gpu.conftest import HERE, NEEDS_A_GPU
 
 @pytest.mark.parametrize("name", NEEDS_A_GPU)
 def test_what_needs_a_gpu_is_there(name):
-    """An entry whose test has another name by now would be one too many."""
+    """Each entry of NEEDS_A_GPU names an existing test; an entry of a renamed test fails here."""
     file, _, function = name.partition("::")
     text = (HERE / file).read_text()
     assert f"def {function}(" in text if function else "def test_" in text

@@ -24,7 +24,7 @@ RUNS = {
 
 @pytest.fixture(autouse=True)
 def deterministic():
-    """Gradients of embeddings are added up in one order."""
+    """With deterministic algorithms torch adds up gradients of embeddings in a fixed order."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -36,7 +36,7 @@ def _on_gpu(comm, base, run):
     return {name: tensor.cpu() for name, tensor in state.items()}, norms
 
 
-# tests/zero/test_devices.py has the others on an emulated device of fewer multiprocessors.
+# tests/zero/test_devices.py tests the other runs on an emulated device with fewer multiprocessors.
 @pytest.mark.parametrize("name", RUNS if REAL else ["wandering", "partial"])
 def test_all_stages_end_with_the_same_bits(name):
     base = new_model(RUNS[name].model)
@@ -57,8 +57,8 @@ def _process(store, rank, world, runs):
 
 @pytest.mark.timeout(LIMIT_S)
 def test_processes_train_as_one_does():
-    # On an emulated device the stage with all of the collectives; tests/zero/test_processes.py has
-    # the others on the host.
+    # On an emulated device only stage 3, which uses all of the collectives;
+    # tests/zero/test_processes.py tests the other stages on the host.
     runs = [replace(RUNS["clipped"], stage=stage) for stage in ((1, 2, 3) if REAL else (3,))]
     with one_launch_world(2) as world:
         wanted = [world.run(_on_gpu, new_model(run.model), run)[0] for run in runs]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds on one GPU: ranks of this process that one launch carries, or a rank per process."""
+"""Worlds on one GPU: ranks of this process that share a launch, or a process per rank."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support import ranks
 
 T = TypeVar("T")
 TIMEOUT_S = 30.0
-# Staging of algorithm="copy_engine", which is not available without: several turns of the larger
-# messages.
+# Staging, without which algorithm="copy_engine" is not available. The larger messages go around it
+# several times.
 COPY_ENGINE_BYTES = 1 << 20
 
 
 class OrderedWorld(LocalWorld):
-    """Its ranks' threads use torch's tensors as on a GPU."""
+    """A local world whose ranks' threads run torch's operations in stream order, as on a GPU."""
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return super().run(device.in_order(fn), *args, **kwargs)
@@ -32,7 +32,7 @@ class OrderedWorld(LocalWorld):
 def one_launch_world(
     n: int, timeout: float = TIMEOUT_S, on: str = DEVICE, kernels: str = "native"
 ) -> Any:
-    """``n`` ranks of this process on one GPU."""
+    """Returns ``n`` ranks of this process on one GPU."""
     options = CommOptions(timeout=timeout, copy_engine_bytes=COPY_ENGINE_BYTES, kernels=kernels)
     return OrderedWorld(ringcomm.local_world(n, device=on, options=options))
 
@@ -40,7 +40,7 @@ def one_launch_world(
 def connect(
     store: Store, rank: int, world_size: int, timeout: float = TIMEOUT_S, name: str = "world"
 ) -> Any:
-    """The communicator of a process of its own, on the GPU that all of them share."""
+    """Returns the communicator of this process, whose GPU all ranks share."""
     options = CommOptions(timeout=timeout, copy_engine_bytes=COPY_ENGINE_BYTES)
     return Communicator.from_store(
         store, rank, world_size, device=DEVICE, options=options, name=name
@@ -48,7 +48,7 @@ def connect(
 
 
 def in_process(store: Store, rank: int, world_size: int, fn: Callable[..., T], *args: Any) -> T:
-    """``fn`` as a rank of ``ranks.Ranks``, on the device."""
+    """Calls ``fn`` as a rank of ``ranks.Ranks``, on the device."""
     device.take()
     with device.ordered():
         return fn(store, rank, world_size, *args)
@@ -62,16 +62,16 @@ def run_ranks(
 
 
 def to_device(tensor: torch.Tensor, in_heap: bool) -> torch.Tensor:
-    """A copy on the GPU, in ringcomm's heap or in torch's memory."""
+    """Returns a copy on the GPU, in ringcomm's heap or in torch's memory."""
     if not in_heap:
         return tensor.to(PLAIN, copy=True)
     target = ringcomm.empty(tensor.numel(), dtype=tensor.dtype, device=DEVICE)
-    # As bytes: not every dtype has a copy kernel.
+    # Copy bytes, since not every dtype has a copy kernel.
     target.view(torch.uint8).copy_(tensor.contiguous().view(-1).view(torch.uint8))
     return target.view(tensor.shape)
 
 
 def ramp(count: int, rank: int, dtype: torch.dtype = torch.float32, shift: int = 0) -> torch.Tensor:
-    """Small integers on the GPU that tell ranks and positions apart; sums of 16 ranks are exact."""
+    """Small integers on the GPU that depend on rank and position; sums over 16 ranks are exact."""
     positions = torch.arange(count, device=PLAIN)
     return ((positions * 5 + rank * 3 + shift) % 7 - 3).to(dtype)

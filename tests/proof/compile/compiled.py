@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels compiled ahead of time, for GPUs that need not be here."""
+"""Compiles Triton kernels ahead of time, for GPUs that this machine need not have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.cuda_code import Binary, Kernel, Loop
 from tests.support.triton_device import WARP, StandIn, in_place, only_front_end
 
 TARGETS = (80, 90, 100)
-# Triton spells an acquire as ld.global.sys.acquire, PTX's own manual as ld.acquire.sys.global.
+# Triton writes an acquire as ld.global.sys.acquire; the PTX manual writes ld.acquire.sys.global.
 ACQUIRE_SYS = re.compile(r"\bld\.(?:acquire\.sys|global\.sys\.acquire|acquire\.global\.sys)\b")
 RELEASE_SYS = re.compile(r"\b(?:atom|red)\.(?:[\w:]+\.)*(?:sys\.release|release\.sys)\b")
 
@@ -36,11 +36,11 @@ def on_gpu(capability: int) -> Iterator[StandIn]:
 def compile_kernel(
     kernel: Any, signature: Mapping[str, Any], target: int, **constants: Any
 ) -> Binary:
-    """A kernel's PTX and machine code, for arguments of which Triton knows the types alone.
+    """Returns a kernel's PTX and machine code, for arguments of which Triton knows only the types.
 
     Args:
         kernel: a ``triton.jit`` function.
-        signature: type of each argument that is no constant.
+        signature: type of each argument that is not a constant.
         target: compute capability, 10 * major + minor.
         constants: compile-time arguments.
     """
@@ -53,7 +53,7 @@ def compile_kernel(
 
 
 def _launch(plan: KernelPlan, world: int, more: int) -> tuple[int, ...]:
-    """Launches one rank, whose buffers and sizes are ``more`` than round numbers.
+    """Launches one rank's kernel with buffers and sizes that are round numbers plus ``more``.
 
     Returns the numbers that were passed.
     """
@@ -66,9 +66,10 @@ def _launch(plan: KernelPlan, world: int, more: int) -> tuple[int, ...]:
 
 
 def read_by_triton(plan: KernelPlan, world: int) -> bool:
-    """True if Triton's front end takes what a launch of a collective would compile; else it raises.
+    """True if Triton's front end accepts the kernel of a collective's launch; raises otherwise.
 
-    Whatever a kernel may not say is refused there, in a tenth of the time that compiling it takes.
+    The front end refuses all code that kernels must not contain, and takes a tenth of the
+    compiler's time.
     """
     with on_gpu(90), only_front_end() as is_read:
         _launch(plan, world, 0)
@@ -76,9 +77,9 @@ def read_by_triton(plan: KernelPlan, world: int) -> bool:
 
 
 def compile_plan(plan: KernelPlan, world: int, target: int) -> Binary:
-    """Returns the kernels that a rank's launches of a collective compile, for any buffers.
+    """Returns the one kernel that a rank's launches of a collective compile, whatever the buffers.
 
-    The native module, too, must know how to launch them.
+    Checks that the native module can launch this kernel, too.
     """
     with on_gpu(target) as gpu:
         launches = [_launch(plan, world, more) for more in (0, 4)]
@@ -89,13 +90,13 @@ def compile_plan(plan: KernelPlan, world: int, target: int) -> Binary:
 
 
 def only_binary(gpu: StandIn) -> Binary:
-    """What was compiled for all launches on ``gpu`` so far, which must be one kernel."""
+    """Returns the one kernel that all launches on ``gpu`` so far have compiled."""
     (made,) = gpu.made
     return Binary(made.asm["cubin"], made.asm["ptx"], "")
 
 
 def hot_loops(kernel: Kernel) -> list[Loop]:
-    """The innermost loops that move 16 bytes at a time."""
+    """Returns the innermost loops that move 16 bytes at a time."""
     loops = [loop for loop in kernel.loops() if any(each.loaded for each in loop.code)]
     return [loop for loop in loops if not any(loop.encloses(other) for other in loops)]
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that barriers of compiled kernels stand where one lane's releases and acquires need them.
+"""Checks compiled kernels for the barriers that one lane's releases and acquires need.
 
-One lane of a block polls a word or stores it. It speaks for the others by barriers: one between its
-acquire and whatever any lane then does in global memory, and one between that and its release.
+One lane of a block polls or stores a word on behalf of the other lanes. Barriers make this valid:
+one between its acquire and any later access of any lane to global memory, and one between such
+accesses and its release.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _INSTRUCTION = re.compile(r"^(?:@(!?%\w+)\s+)?([a-z][\w.:]*)(.*)$")
 _BRANCH = re.compile(r"(\$[\w$]+)\s*;")
 _ACCESS = re.compile(r"(?:ld|st|red|atom)\.global\b|cp\.async\.(?!wait|commit|mbarrier)")
 _ORDERED = re.compile(r"(?:ld|st|red|atom)\.[\w.:]*\b(relaxed|acquire|release|acq_rel)\b")
-# What may be so where an instruction begins.
+# The facts that may hold before an instruction.
 _ACQUIRED = "a lane has acquired, and no barrier followed"
 _ACCESSED = "lanes have loaded or stored, and no barrier followed"
 _COPYING = "asynchronous copies are under way"
@@ -26,7 +27,7 @@ State = frozenset[str]
 
 @dataclass(frozen=True)
 class _Line:
-    """An instruction, on the condition of its predicate, and where it goes on."""
+    """An instruction with its predicate, and the instructions that may follow it."""
 
     text: str
     predicate: str | None
@@ -46,8 +47,8 @@ def _lines(function: str) -> list[_Line]:
     lines = []
     for index, (code, predicate, opcode) in enumerate(found):
         after = [] if opcode.startswith(("ret", "trap")) and not predicate else [index + 1]
-        # Other labels than the compiler's are of loops inside inline assembly, which polls barriers
-        # of shared memory there.
+        # Other labels than the compiler's are those of loops in inline assembly, which polls
+        # barriers in shared memory.
         if opcode.startswith("bra") and (target := _BRANCH.search(code)):
             after = [labels[target[1]], *([index + 1] if predicate else [])]
         elif opcode.startswith("brx"):
@@ -57,7 +58,7 @@ def _lines(function: str) -> list[_Line]:
 
 
 def _step(line: _Line, state: State) -> tuple[State, str | None]:
-    """The state behind an instruction, and what is wrong with it."""
+    """Returns the state behind an instruction, and the instruction's fault, if any."""
     opcode, wrong = line.opcode, None
     order = _ORDERED.match(opcode)
     if opcode.startswith(("bar.sync", "barrier.sync")):
@@ -85,15 +86,15 @@ def _step(line: _Line, state: State) -> tuple[State, str | None]:
 
 
 def misplaced(functions: Mapping[str, str]) -> list[str]:
-    """The instructions that no barrier orders on some path to them, and why they need one.
+    """Returns the instructions that lack a barrier on some path to them, and the reasons.
 
     Args:
-        functions: PTX texts of a kernel and of all that it calls, by name.
+        functions: PTX texts of a kernel and of all functions that it calls, by name.
     """
     wrong: dict[tuple[str, int], str] = {}
     for name, text in functions.items():
         lines = _lines(text)
-        # A caller may have done anything, but for an acquire without its barrier.
+        # A caller may have done anything before, but put a barrier behind its acquires.
         states: dict[int, State] = {0: frozenset({_ACCESSED})}
         waiting = [0] if lines else []
         while waiting:

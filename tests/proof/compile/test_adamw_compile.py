@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's Triton kernels compile for real architectures, to the operations meant."""
+"""The optimizer's Triton kernels compile for real architectures, to the intended operations."""
 
 import os
 import re
@@ -41,9 +41,10 @@ pytestmark = [
 ONE_SHOT, RING = _native.ALGORITHMS["one_shot"], _native.ALGORITHMS["ring"]
 ALL = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 BUCKET = 1 << 20
-# Each element's: two for the gradient and the second moment, two ends of the first's lerp.
+# Fused operations per element: two for the gradient and the second moment, and two for the two
+# branches of the first moment's lerp.
 FUSED_PER_ELEM = 4
-# A lane has so many elements in the turn of whole vectors, and as many in the one of single ones.
+# A lane's elements in the turns of whole vectors, and again in the turns of single elements.
 ELEMS_PER_LANE = TURN.value // (NUM_WARPS * WARP)
 
 
@@ -52,14 +53,14 @@ def _kind(param, master, *, world=1, op="SUM", grad=None, amsgrad=False, stochas
     return shard_kind(grad or param, param, op, world, **how)
 
 
-# Kind, and how many arrays of FP32 a turn loads and stores.
+# Kind, and the numbers of FP32 arrays that a turn loads and stores.
 SHARDS = {
     "float32": (_kind("float32", "own"), 4, 3),
     "bfloat16 with master": (_kind("bfloat16", "fp32"), 3, 3),
     "bfloat16 with remainder": (_kind("bfloat16", "remainder"), 2, 2),
     "stochastic, amsgrad": (_kind("float16", "none", amsgrad=True, stochastic=True), 3, 3),
 }
-# World and plan of each.
+# World size and plan of each case.
 PLANS = {
     "one pass": (
         2,
@@ -77,8 +78,9 @@ PLANS = {
         plan_adamw_all_gather(BUCKET, _kind("bfloat16", "fp32", grad="float32"), RING),
     ),
 }
-# Of what neither these nor tests/proof/ptx compile in make test: each ring, of parameters of either
-# size, and each master. Triton reads them for tenths of a second each.
+# Kernels that neither these cases nor tests/proof/ptx compile in make test: each ring, for
+# parameters of 2 and 4 bytes, and each master. Triton's front end reads each in some tenths of a
+# second.
 READ = {name: PLANS[name] for name in ("norm, ring", "one pass, ring", "update, ring")}
 READ |= {
     "one pass, ring of FP32": (
@@ -96,8 +98,8 @@ READ |= {
         plan_reduce_scatter_norm(BUCKET, "float16", "SUM", 1, False, ONE_SHOT, 1, stores=False),
     ),
 }
-# Each architecture has some, each form of a step is there once, and each kind of shard, of which
-# the one pass has the one with a master.
+# make test compiles a few cases for each architecture, each form of a step once, and each kind of
+# shard (the one with a master copy in the one pass).
 SHARD_CASES = [("float32", 100), ("bfloat16 with remainder", 80), ("stochastic, amsgrad", 90)]
 PLAN_CASES = [("one pass", 100), ("norm", 90), ("update", 80)]
 if ALL:
@@ -106,13 +108,13 @@ if ALL:
 
 
 def _check_arithmetic(ptx, updates):
-    """Nothing approximate, and nothing that could be contracted further down."""
+    """Checks that no operation is approximate, or could still be contracted by a later compiler."""
     assert not re.search(r"\b(?:mul|add|sub)\.f32(?:x2)?\b", ptx)
     assert not re.search(r"\.(?:approx|full)\b|\.ftz\b", ptx)
     counts = Counter(re.findall(r"\b(fma|sqrt|div)\.rn\.f32\b", ptx))
     counts["fma"] += 2 * len(re.findall(r"\bfma\.rn\.f32x2\b", ptx))  # from sm_100 on
     if updates:
-        elems = 2 * ELEMS_PER_LANE  # in turns of vectors, and of single elements
+        elems = 2 * ELEMS_PER_LANE  # in turns of vectors and in turns of single elements
         assert (counts["fma"], counts["sqrt"]) == (FUSED_PER_ELEM * elems, elems)
         assert counts["div"] >= 2 * elems
     assert ".local" not in ptx

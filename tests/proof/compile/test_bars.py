@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast kernels can be, as far as machine code says: bars, which the serial loops miss.
+"""Bounds on the speed of kernels that machine code shows: bars, which the serial loops miss.
 
-``make test`` compiles float32 sums and a step; ``make cuda-compile`` everything that has a bar.
+``make test`` compiles float32 sums and an optimizer step; ``make cuda-compile`` compiles every
+kernel that has a bar.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NORM = "adamw_bfloat16/norm"
 
 
 class Place(NamedTuple):
-    """A loop of a kernel, as it runs for a number of ranks."""
+    """A loop of a kernel, as it runs with a given number of ranks."""
 
     binary: Binary
     kernel: str
@@ -52,12 +53,12 @@ class Place(NamedTuple):
 
 
 def left_at_waits(place: Place) -> float:
-    """16-byte loads that are still in flight behind each wait."""
+    """Returns the number of 16-byte loads that are still in flight behind each wait."""
     return measures.loads_left_at_waits(place.turn)
 
 
 def kib_in_flight(place: Place) -> float:
-    """Of a multiprocessor with one block."""
+    """Returns the KiB in flight on a multiprocessor with one block."""
     return measures.kib_in_flight(place.binary, place.kernel, place.turn)
 
 
@@ -66,7 +67,7 @@ def instructions_per_load(place: Place) -> float:
 
 
 def waits_in_series(place: Place) -> float:
-    """Latencies of a load in a turn; of the turn around a loop over the sources."""
+    """Returns the load latencies that a turn waits for, or the turn around a loop over sources."""
     whole = place.loop
     if not traffic(whole).stores:
         whole = measures.around(place.binary, place.kernel, whole)
@@ -79,7 +80,7 @@ def length(place: Place) -> float:
 
 
 def length_per_element(place: Place) -> float:
-    """Of 16-bit parameters, eight of which share six vectors of state."""
+    """Returns the instructions per 16-bit parameter; 8 parameters share six vectors of state."""
     vectors = traffic(place.loop).stores // (6 + place.world)
     return len(place.loop.code) / (8 * max(vectors, 1))
 
@@ -92,17 +93,17 @@ def registers(place: Place) -> float:
 
 
 def stack_bytes(place: Place) -> float:
-    """Bytes of a lane's stack, in which ptxas keeps values that found no register."""
+    """Returns the bytes of a lane's stack, where ptxas keeps values that found no register."""
     return place.binary.resources[place.kernel].stack_bytes
 
 
 def checked_divisions(place: Place) -> float:
-    """Divisions with a slow path of their own."""
+    """Returns the number of divisions that have a slow path of their own."""
     return measures.opcodes_in(place.loop, "FCHK")
 
 
 def generic_accesses(place: Place) -> float:
-    """Accesses that find out whether they mean shared memory."""
+    """Returns the number of accesses that test at run time whether they address shared memory."""
     return len(measures.generic_accesses(place.loop))
 
 
@@ -112,8 +113,8 @@ def generic_accesses(place: Place) -> float:
 def sum_loops(binary: Binary, kernel: str, world: int) -> list[Loop]:
     """Returns the loops that add up ``world`` sources: with and without a factor for averages.
 
-    The serial loops read any number of sources, one after the other. Loops for turns that miss some
-    vectors are left out; they compare the position of each vector.
+    The serial loops read any number of sources, one after the other. Loops for turns with partial
+    vectors are left out; those compare the position of each vector.
     """
     found = [loop for loop in measures.steady_loops(binary, kernel) if traffic(loop).computes]
     of_world = [loop for loop in found if loads(loop) == world * traffic(loop).stores]
@@ -122,7 +123,7 @@ def sum_loops(binary: Binary, kernel: str, world: int) -> list[Loop]:
 
 
 def sum_loop(binary: Binary, kernel: str, world: int) -> Loop:
-    """Returns the shortest loop, which has no factor."""
+    """Returns the shortest loop, which applies no factor."""
     return min(sum_loops(binary, kernel, world), key=lambda loop: len(loop.code))
 
 
@@ -133,9 +134,9 @@ def drained_sum_loop(binary: Binary, kernel: str, world: int) -> Loop:
 
 
 def step_loop(binary: Binary, kernel: str, world: int) -> Loop:
-    """Updates eight elements a lane: a gradient of each rank, and six vectors of state.
+    """Returns the loop that updates 8 elements per lane: a gradient per rank, six vectors of state.
 
-    Of serial loops the longest, in which sources are read by loops of their own.
+    Among serial loops that is the longest, whose inner loops read the sources.
     """
     found = measures.steady_loops(binary, kernel)
     of_world = [loop for loop in found if loads(loop) == traffic(loop).stores == world + 6]
@@ -146,7 +147,7 @@ def step_loop(binary: Binary, kernel: str, world: int) -> Loop:
 
 
 def norm_loop(binary: Binary, kernel: str, world: int) -> Loop:
-    """Adds up eight sources, or of serial loops one."""
+    """Returns the loop that adds up eight sources at once, or one source in the serial form."""
     assert world == 8
     return measures.steady_loop(binary, kernel)
 
@@ -164,7 +165,7 @@ def loads(loop: Loop) -> int:
 
 
 def smoothest(binary: Binary, kernel: str, found: list[Loop]) -> Loop:
-    """Of copies of a loop, for aligned data and for other data, that which drains the least."""
+    """Returns the copy of a loop that drains the least, among copies for aligned and other data."""
 
     def drained(loop: Loop) -> tuple[int, int]:
         left = measures.loads_left_at_waits(measures.turn(binary, kernel, loop))
@@ -186,7 +187,7 @@ class Bar(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A kernel with its loop for a number of ranks, and what the loop must reach."""
+    """A kernel with its loop for a number of ranks, and the bars of that loop."""
 
     unit: str
     forms: tuple[str, ...]
@@ -198,7 +199,7 @@ class Row(NamedTuple):
 
     def place(self, loops: str) -> Place:
         binary = compiled(self.unit, self.forms, loops)
-        # Serial steps of all numbers of ranks are one kernel.
+        # All numbers of ranks share the same serial kernel.
         name = self.kernel.replace("_many_", "_step_") if loops == SERIAL else self.kernel
         return Place(binary, name, self.pick(binary, name, self.world), self.world)
 
@@ -211,8 +212,8 @@ STEP_BARS = (
     *(Bar(length, "<=", 512), Bar(checked_divisions, "<=", 0), SERIES),
     *(Bar(kib_in_flight, ">=", 84), Bar(stack_bytes, "<=", 0)),
 )
-# 80 registers: blocks of 768 threads. With 72, code outside of the loop would take 40 bytes of
-# stack.
+# 80 registers allow blocks of 768 threads. With 72, code outside of the loop would need a stack of
+# 40 bytes.
 STEP_BARS_OF_2 = (*STEP_BARS, Bar(length_per_element, "<=", 45), Bar(registers, "<=", 80))
 NORM_BARS = (SERIES, Bar(kib_in_flight, ">=", 64))
 
@@ -220,7 +221,7 @@ NORM_BARS = (SERIES, Bar(kib_in_flight, ">=", 64))
 def sum_rows(unit: str, world: int, bars: tuple[Bar, ...], in_test: bool = True) -> tuple[Row, Row]:
     """Returns the rows of a reduce-scatter: ``bars`` hold for its shortest loop."""
     kernel = "rc_reduce_scatter_sum"
-    # The serial loops add two sources in one wait, too.
+    # The serial loops, too, add two sources in one wait, so world 2 has no such bar.
     flight = (DRAIN, IN_FLIGHT, *((SERIES,) if world > 2 else ()))
     return (
         Row(unit, SCATTER, kernel, world, drained_sum_loop, flight, in_test),
@@ -232,8 +233,9 @@ ROWS = (
     *sum_rows(SUMS, 2, SUM_BARS),
     *sum_rows(SUMS, 4, SUM_BARS),
     *sum_rows(SUMS, 8, SUM_BARS),
-    # Pairs of two bfloat16 sources are added at once. Sums of more are made in FP32: each element
-    # of a source is widened and added, so a loop needs 17.8 instructions for 4 sources, 19.2 for 8.
+    # Two bfloat16 sources are added as pairs. Sums of more sources use FP32: each element of a
+    # source is widened and added, so a loop needs 17.8 instructions per load for 4 sources, 19.2
+    # for 8.
     *sum_rows(SUMS_OF_16_BITS, 2, SUM_BARS, in_test=False),
     *sum_rows(SUMS_OF_16_BITS, 4, (Bar(instructions_per_load, "<=", 18),), in_test=False),
     *sum_rows(SUMS_OF_16_BITS, 8, (Bar(instructions_per_load, "<=", 20),), in_test=False),
@@ -256,13 +258,13 @@ def named(cases: list[tuple[Row, Bar]]) -> list[str]:
     ]
 
 
-# A kernel among those of an operator or a dtype, whose name it takes from the macro.
+# A line of the macro that defines a kernel for each operator or dtype.
 _OF_A_MACRO = re.compile(r"^ +RC_(?:\w+_)?KERNEL(?:_\w+)?\(.*\brc_(\w+)_##name,.*$", re.MULTILINE)
 
 
 @cache
 def compiled(unit: str, forms: tuple[str, ...], loops: str) -> Binary:
-    """The kernels of a unit, with none but ``forms`` of an operator or a dtype."""
+    """Compiles the kernels of a unit; of those defined per operator or dtype only ``forms``."""
     text, headers, macros = unit_source(unit, loops)
 
     def kept(line: re.Match[str]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of CUDA machine code accept a right kernel, and reject each way to be wrong."""
+"""The checks of CUDA machine code accept a right kernel, and reject each kind of wrong kernel."""
 
 import os
 from dataclasses import dataclass, replace
@@ -84,7 +84,7 @@ NARROW_SCOPE = "is not of system scope"
 
 @dataclass(frozen=True)
 class Wrong:
-    """``old`` becomes ``new``, ``old2`` becomes ``new2``: then ``rule`` must say ``words``."""
+    """A kernel with ``new`` for ``old``, ``new2`` for ``old2``: ``rule`` says ``words`` of it."""
 
     rule: str
     words: str
@@ -170,7 +170,7 @@ WRONG = {
     ),
 }
 
-# Each is given a binary with one kernel, and the kernel's name.
+# Each rule takes a binary with one kernel, and the kernel's name.
 RULES = {
     "local_memory": lambda binary, _: checks.local_memory(binary),
     "launch_bounds": lambda binary, _: checks.launch_bounds(binary),
@@ -183,7 +183,8 @@ RULES = {
     "reduce_loop": lambda binary, name: checks.reduce_loop(binary.kernels[name]),
 }
 TARGETS = ("sm_80", "sm_90a", "sm_100a")
-# What is right is accepted everywhere; ``make cuda-compile`` rejects what is wrong everywhere, too.
+# ``make test`` accepts the right kernel for all targets; ``make cuda-compile`` also rejects the
+# wrong ones for all.
 EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 
 
@@ -198,7 +199,7 @@ def kernel_of(wrong):
 
 
 def text_of(wrong):
-    """The kernel with what is wrong, in a namespace of its own."""
+    """Returns the text of a wrong kernel, in a namespace of its own."""
     case = WRONG[wrong]
     assert RIGHT.count(case.old) == 1
     assert not case.old2 or RIGHT.count(case.old2) == 1
@@ -210,13 +211,13 @@ def text_of(wrong):
 
 @pytest.fixture(scope="module", params=TARGETS if EVERYTHING else ["sm_90a"])
 def all_wrong(request):
-    """All in one binary: to read one back takes longer than to compile all."""
+    """All wrong kernels in one binary: reading a binary takes longer than compiling all kernels."""
     return compile_text("".join(map(text_of, WRONG)), request.param)
 
 
 @dataclass(frozen=True)
 class Alone:
-    """What the rules read of a binary, of one kernel and what it calls."""
+    """The parts of a binary that the rules read for one kernel and the functions that it calls."""
 
     whole: cuda_code.Binary
     name: str
@@ -253,7 +254,7 @@ def test_what_is_wrong_is_rejected(wrong, all_wrong):
 
 
 def test_too_many_registers_are_rejected():
-    """ptxas keeps to the bound that a kernel names; what it says of one is read all the same."""
+    """ptxas obeys a kernel's bound, so the test edits the number of registers in ptxas's log."""
     binary = compile_text(RIGHT, "sm_90a")
     wrong = replace(binary, ptx=binary.ptx.replace(".maxntid 256", ".maxntid 1024"))
     used = binary.resources["k"].registers

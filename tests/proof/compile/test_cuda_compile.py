@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every CUDA kernel compiles, and its machine code is what the design asks for. No GPU is needed.
+"""Every CUDA kernel compiles, and its machine code has the properties that the design requires.
 
-``make cuda-compile`` compiles every unit for every architecture, and with nvcc too where there is
-one: a quarter of an hour. ``make test`` takes a subset, since all units of a kind are one template.
+No GPU is needed. ``make cuda-compile`` compiles every unit for every architecture, and with nvcc,
+too, if nvcc is installed; that takes a quarter of an hour. ``make test`` compiles a subset, since
+all units of a kind come from one template.
 """
 
 import os
@@ -31,21 +32,21 @@ pytestmark = pytest.mark.compiles
 EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 MAIN_TARGET, *OTHER_TARGETS = "sm_90a", "sm_80", "sm_100a"
 MULTICAST = [unit for unit in UNITS if unit.startswith("multicast_")]
-# The reduction with the most registers and instructions: spills and narrow accesses show there
-# first, and its copy loops are those of the kernels that move data. The update of one optimizer;
-# test_step_loops.py compiles a step. One multicast kernel: tests/proof/ptx executes
-# the spelling of each type. The format with the most registers.
+# The reduction with the most registers and instructions: it is the first to show spills and narrow
+# accesses, and it has the copy loops of the kernels that move data. One optimizer's update;
+# test_step_loops.py compiles a step. One multicast kernel, since tests/proof/ptx executes the
+# instructions of each type. The format of quantization with the most registers.
 REPRESENTATIVES = (
     *("reduce_float16/min", "adamw_bfloat16/shard_bfloat16", "multicast_float16"),
     *("quantize_int4/float32", "rows"),
 )
-# Whether another architecture takes the sources, and what it makes of waits and orders, shows in
-# the cheapest; the one by multicast is empty below sm_90.
+# The cheapest units show whether another architecture accepts the sources, and how it compiles
+# waits and orders. The multicast unit is empty below sm_90.
 CHEAPEST = ("move/ll_move", "multicast_float16")
 MATRIX = [(unit, MAIN_TARGET) for unit in (UNITS if EVERYTHING else REPRESENTATIVES)]
 for target in OTHER_TARGETS:
     MATRIX += [(unit, target) for unit in (UNITS if EVERYTHING else CHEAPEST)]
-# The longest first, so that none is left alone at the end.
+# The longest compilation begins first, so that it does not run alone at the end.
 MATRIX.sort(key=lambda each: each[0] == "move")
 
 needs_tools = pytest.mark.skipif(not cuda_code.have_tools(), reason=cuda_code.NEEDS_TOOLS)
@@ -54,9 +55,9 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA co
 
 @pytest.fixture(scope="module")
 def compilations():
-    """All under way at once; each test waits for its own only.
+    """Starts all compilations; each test waits for its own result only.
 
-    Processes: NVRTC compiles one program of a process at a time.
+    They run in processes, since NVRTC compiles only one program of a process at a time.
     """
     context = get_context("spawn")
     others = set(active_children())
@@ -66,7 +67,8 @@ def compilations():
 
         def take(unit: str, target: str) -> Binary:
             try:
-                # Taken out, so that its memory is free when the next one is looked at.
+                # Removes the result, so that its memory is free when the next test reads another
+                # result.
                 return under_way.pop((unit, target)).result()
             except BrokenProcessPool:
                 ends = [process.exitcode for process in processes]
@@ -98,7 +100,7 @@ def reads_rows(kernel: str) -> bool:
 
 
 def is_alone(kernel: str) -> bool:
-    """Those that wait for no peer."""
+    """True for kernels that wait for no peer."""
     alone = kernel in ("rc_adamw_prepare", "rc_grad_norm") or "_shard_" in kernel
     return alone or quantizes(kernel) or reads_rows(kernel)
 
@@ -108,7 +110,7 @@ def uses_shared_memory(kernel: str) -> bool:
 
 
 def moves_data(kernel: str) -> bool:
-    """Those that have all of a multiprocessor's registers for their loads."""
+    """True for kernels whose loads may use all of a multiprocessor's registers."""
     if kernel.startswith(("rc_reduce_scatter_", "rc_all_reduce_")):
         return not kernel.endswith("_norm")
     return kernel in ("rc_move", "rc_list_move")
@@ -119,14 +121,14 @@ def updates(kernel: str) -> bool:
 
 
 def takes_sources_at_once(kernel: str) -> bool:
-    """The optimizer's collectives but for rings: test_step_loops.py measures them."""
+    """True for the optimizer's collectives except rings; test_step_loops.py measures them."""
     return kernel == "rc_reduce_scatter_norm" or kernel.startswith(
         ("rc_adamw_step_", "rc_adamw_many_")
     )
 
 
 def copying_loop(binary: Binary, kernel: str) -> measures.Turn:
-    """The steady loop of a kernel that stores what it loads."""
+    """Returns the steady loop of a kernel that only copies: it stores as much as it loads."""
 
     def copies(loop: Loop) -> bool:
         seen = checks.traffic(loop)
@@ -136,7 +138,7 @@ def copying_loop(binary: Binary, kernel: str) -> measures.Turn:
 
 
 @needs_tools
-@pytest.mark.timeout(600)  # what a test waits for may be a minute's work on a busy machine
+@pytest.mark.timeout(600)  # a compilation may take minutes on a busy machine
 class TestUnits:
     def test_kernels(self, binary, request):
         (unit, target), found = request.node.callspec.params["binary"], set(binary.kernels)
@@ -151,7 +153,7 @@ class TestUnits:
 
     def test_a_launch_is_small(self, binary, request):
         assert checks.parameters(binary) == []
-        # The emulator takes so many from the host, and no others.
+        # The emulator takes as many parameter bytes from the host as the kernel.
         unit = request.node.callspec.params["binary"][0].partition("/")[0]
         runtime = EmulatedRuntime(ptx=None)
         for name, found in binary.params_bytes.items():
@@ -178,7 +180,8 @@ class TestUnits:
             real = checks.blocks_per_multiprocessor(binary, name)
             assert emulated.blocks_per_multiprocessor <= real, name
         assert checks.understated(binary, figures) == []
-        # A figure that is too small is seen. Who uses shared memory has the same variable there.
+        # A figure that is one byte too small is reported for each kernel that uses shared memory,
+        # since all of them have the same variable there.
         less = {name: (registers, size - 1) for name, (registers, size) in figures.items()}
         shared = list(filter(uses_shared_memory, figures))
         assert len(checks.understated(binary, less)) == len(shared)
@@ -231,14 +234,14 @@ class TestUnits:
                 assert checks.quantization_loop(kernel, stores) == []
             if is_ll(name) or is_alone(name) or takes_sources_at_once(name):
                 continue
-            # The norm is a reduce-scatter alone: it copies nothing.
+            # The norm kernel is a reduce-scatter only, so it has no copy loop.
             assert name.endswith("_norm") or checks.copy_loop(kernel) == []
             assert moves(name) or checks.reduce_loop(kernel) == []
 
 
 @needs_tools
 def test_serial_loops_are_those_of_their_folder():
-    """And wait for all of their loads, where the others have half of theirs in flight."""
+    """Serial loops wait for all of their loads; batched loops keep half of theirs in flight."""
     left = {}
     for loops in (units.BATCHED, units.SERIAL):
         text, headers, macros = cuda_code.unit_source("multicast_float16", loops)
@@ -250,7 +253,7 @@ def test_serial_loops_are_those_of_their_folder():
     assert left[units.SERIAL] == 0
 
 
-# The part of a multicast kernel that passes data through slots, and what replaces it.
+# The parts of a multicast kernel that pass data through slots, and the replacements.
 THROUGH_SLOTS = {
     "if (reduces && pieces > 0 && !args.bound) fill_slot(0);": "",
     "RC_RETURN_IF_FAILED(move_through_slots(reduces && published == Published::kSome));": ";",
@@ -259,7 +262,7 @@ THROUGH_SLOTS = {
 
 @needs_tools
 def test_multicast_in_place_copies_nothing_locally():
-    """Without the way through slots, which copies: TestUnits has the loops of both ways."""
+    """Checks the kernel without its path through slots, which copies; TestUnits checks both."""
     text, headers, macros = cuda_code.unit_source("multicast_float16", units.BATCHED)
     for slots, instead in THROUGH_SLOTS.items():
         assert headers["kernels/cuda/multicast.h"].count(slots) == 1
@@ -277,7 +280,7 @@ def test_multicast_in_place_copies_nothing_locally():
 @pytest.mark.skipif(not EVERYTHING, reason="half a minute: make cuda-compile")
 @pytest.mark.parametrize(("unit", "cheap"), [("reduce_float32/sum", 8), ("reduce_bfloat16/sum", 2)])
 def test_sums_keep_memory_busy(unit, cheap):
-    """Of FP32 all sums; of BF16 those of two, since the others widen each element."""
+    """Checks all FP32 sums, but of BF16 only sums of two, since the others widen each element."""
     binary, name = compile_unit(unit, MAIN_TARGET), "rc_reduce_scatter_sum"
     found: dict[int, list[tuple[float, int, measures.Turn]]] = {}
     for loop in measures.steady_loops(binary, name):
@@ -296,7 +299,7 @@ def test_sums_keep_memory_busy(unit, cheap):
         assert -minus_left >= (4 if sources <= cheap else 1), sources
 
 
-# What these make is what the batched loops made before there were two kinds.
+# The serial loops of these units are the loops that they had before there were two kinds.
 SERIAL_UNITS = ("reduce_bfloat16/sum", "adamw_bfloat16/shard_bfloat16", "rows")
 
 
@@ -330,7 +333,7 @@ def nvcc_units():
 
 
 def nvcc_targets():
-    """Machine code for one architecture, and the PTX, show that nvcc takes the sources."""
+    """Machine code for one architecture, and the PTX, show that nvcc accepts the sources."""
     return [t for t in units.PREBUILT if EVERYTHING or t.ptx or str(t) == MAIN_TARGET]
 
 
@@ -355,5 +358,6 @@ def test_nvcc_makes_what_a_wheel_carries(tmp_path, unit):
         empty = unit in MULTICAST and ".sm_80." in path.name
         assert set(binary.kernels) == (set() if empty else kernels_of(unit))
         assert checks.local_memory(binary) == []
-        # Alias fences are counted in the PTX that machine code is made from, which is not this one.
+        # Alias fences are counted in the PTX of the machine code's own compilation, not in this
+        # PTX.
         assert unit in MULTICAST or checks.memory_orders(binary) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device library and the fused kernels compile to the orders and widths that they promise."""
+"""The device library and the fused kernels compile to the promised memory orders and widths."""
 
 import os
 import re
@@ -55,7 +55,7 @@ BETWEEN_BLOCKS = (ACQUIRE_GPU, RELEASE_GPU)
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, which of its arguments are sizes and not addresses, and what must be in it."""
+    """A kernel, the arguments that are sizes and not addresses, and the expected instructions."""
 
     kernel: Any
     constants: Mapping[str, Any]
@@ -73,8 +73,8 @@ CASES = {
     "barrier": Case(device_kernels.rounds_kernel, {"ROUNDS": 4}, BETWEEN_RANKS),
     "blocks": Case(device_kernels.relay_kernel, {}, BETWEEN_BLOCKS, {"value": "i32"}),
 }
-# Each kernel for one architecture, and each architecture for one of them and for a fused one;
-# ``make cuda-compile`` has all.
+# make test compiles each kernel for one architecture, and a fused kernel for each; ``make
+# cuda-compile`` compiles all.
 ALL = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 SOME = [("put and get", 80), ("barrier", 90), ("blocks", 100)]
 RUNS = [(n, t) for n in CASES for t in TARGETS] if ALL else SOME
@@ -99,9 +99,9 @@ def _kernel_target(engine, operation):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Calls a function on a rank of two, whose launches take place on a stand-in for a GPU.
+    """Calls a function on one of two ranks, whose launches go to a stand-in for a GPU.
 
-    The other rank makes the same call but for the launches.
+    The other rank makes the same call without launches.
     """
     monkeypatch.setattr(CallEngine, "kernel_target", _kernel_target)
     monkeypatch.setattr(Communicator, "launches", True)
@@ -214,7 +214,7 @@ def test_a_kernel_of_the_user_s_is_compiled_once_wherever_its_tensors_lie(compil
 
 @pytest.mark.parametrize("quant_format", ["int4", "fp8"] if ALL else ["int4"])
 def test_quantization_is_compiled_for_kernels_that_fuse(quant_format):
-    """Where they fuse, what is rounded by itself is a product that says so, and so not fused."""
+    """In kernels with fusion, products that must be rounded are marked mul.rn, so none is fused."""
     aligned, elems = 1 << 40, 16_000
     how = {"DTYPE": tl.float32, "BLOCKS": 8, "FORMAT": quant_format}
     with on_gpu(90) as gpu:
@@ -227,6 +227,7 @@ def test_quantization_is_compiled_for_kernels_that_fuse(quant_format):
         assert made.metadata.enable_fp_fusion
         assert "mul.rn.f32" in text and "fma." not in text and ".local" not in text
     quantizing, summing = (made.asm["ptx"] for made in gpu.made)
-    # Numbers lie anywhere here, element by element; quantized values lie at a multiple of 16.
+    # Numbers may have any address here, and are accessed one by one; quantized values are at a
+    # multiple of 16 bytes.
     assert re.search(r"\bst\.global\.(?:v[24]\.)?b32\b", quantizing)
     assert re.search(r"\bld\.global\.(?:v[24]\.)?b32\b", summing)

@@ -15,7 +15,8 @@ from tests.support import ROOT, together
 from tests.support.compiler import LOW_PRIORITY
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-# Not the Python module, whose headers the cross compiler lacks, nor the x86-64 instruction sets.
+# Without the Python module, whose headers the cross compiler lacks, and the x86-64 instruction
+# sets.
 ARM_SOURCES = sorted(
     path
     for path in (ROOT / "kernels/host").glob("*.cpp")
@@ -31,7 +32,7 @@ def restore_isa():
 
 
 def inputs(dtype: torch.dtype, world: int) -> list[torch.Tensor]:
-    """Every exponent, subnormals, signed zeros, infinities and NaN; a size with a vector tail."""
+    """Returns all exponents, subnormals, signed zeros, infinities and NaN; has a partial vector."""
     generator = torch.Generator().manual_seed(7)
     elems = 70_001
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
@@ -54,7 +55,7 @@ def reduced(tensors: list[torch.Tensor], op: torch.distributed.ReduceOp.RedOpTyp
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bitwise, but any NaN equals any NaN: which operand's payload survives is the CPU's affair."""
+    """Compares bits, but all NaN are equal: CPUs differ in the operand whose payload survives."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     differs = a.view(bits) != b.view(bits)
     return bool((~differs | (a.isnan() & b.isnan())).all())
@@ -74,7 +75,7 @@ def test_same_bits(dtype, world, restore_isa):
             results[name] = reduced(tensors, op)
         for name in available:
             assert same_values(results[name], results["baseline"]), (name, op)
-        # The reference: rank order, in FP32 (FP64), one rounding.
+        # The reference: sums in rank order, in FP32 (or FP64), rounded once.
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         total = tensors[0].to(wide)
         for tensor in tensors[1:]:
@@ -89,7 +90,7 @@ def test_unknown_isa(restore_isa):
 
 
 def test_large_results_past_the_caches():
-    """16 MiB and more leave through streaming stores: unaligned outputs and ragged tails too."""
+    """Outputs of 16 MiB and more use streaming stores; tests unaligned and ragged ends, too."""
     elems = (20 << 20) // 4 + 13
 
     def rank(comm: ringcomm.Communicator) -> None:
@@ -114,10 +115,10 @@ def test_large_results_past_the_caches():
 )
 @pytest.mark.parametrize("kind", ["loops", "assembly", "neither"])
 def test_compiles_for_arm(kind, tmp_path):
-    """The loops are in a namespace of their instruction set, and so are a unit of their own.
+    """Compiles the loops as a unit of their own, since their namespace is their instruction set's.
 
-    Machine code is made of these and of what has assembly; that of all else says nothing that its
-    templates, instantiated, do not.
+    Only the loops and the sources with assembly are compiled to machine code. For all other sources
+    it suffices to instantiate the templates.
     """
     of_kind: dict[str, list[Path]] = {"loops": [], "assembly": [], "neither": []}
     for path in ARM_SOURCES:

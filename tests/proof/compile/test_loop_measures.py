@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of loops are right for loops made by hand, and tell good compiled ones from bad."""
+"""The measures of loops are right for loops made by hand, and tell good compiled loops from bad."""
 
 import pytest
 
@@ -15,7 +15,7 @@ needs_tools = pytest.mark.skipif(not cuda_code.have_tools(), reason=cuda_code.NE
 
 
 def test_control_codes_are_decoded():
-    """Upper halves of instructions as nvdisasm prints them with -hex."""
+    """Decodes the upper halves of instructions, as nvdisasm prints them with -hex."""
     none = Control(1, True, None, None, frozenset())
     assert decode(0x000FE20000000800) == none  # LDC R1, c[0x0][0x28]
     assert decode(0x000E220000002600) == Control(1, True, 0, None, frozenset())  # S2R
@@ -42,7 +42,7 @@ def depbar(scoreboard, may_fly):
     return Instruction("DEPBAR.LE", operands), Control(1, True, None, None, frozenset())
 
 
-# Name: a turn, the loads left at its waits, the most in flight, and the waits in series.
+# Name: a turn, the loads left in flight at its waits, the most in flight, and the waits in series.
 TURNS = {
     "all before the first use": ([load(0), load(1), use(0), use(1)], 0, 2, 1),
     "one scoreboard for all": ([load(0), load(0), load(0), use(0)], 0, 3, 1),
@@ -81,7 +81,7 @@ def test_instructions_are_counted():
     assert measures.generic_accesses(loop) == ["LD.E", "ST.E.128"]
 
 
-# Sums of sources. kAhead: the loads of the next turn come before the sums of this one.
+# Kernels that sum sources. kAhead: the loads of the next turn precede the sums of this turn.
 SUMS = """
 struct Sources { const float4* at[8]; };
 __device__ float4 load(const float4* p) {
@@ -159,7 +159,7 @@ def sums(request):
 @needs_tools
 class TestCompiled:
     def test_every_instruction_has_its_control_code(self, sums):
-        """A loop's first use of what it loads waits for the scoreboard that the load raises."""
+        """A loop's first use of a loaded value waits for the scoreboard that the load sets."""
         loop = measures.steady_loop(sums, "together")
         codes = controls(sums, "together")[loop.begin : loop.end]
         loads = [i for i, each in enumerate(loop.code) if measures.is_load(each)]
@@ -176,7 +176,7 @@ class TestCompiled:
         assert measures.loads_left_at_waits(turn) == 0
         assert measures.waits_in_series(turn) == 1
         assert measures.kib_in_flight(sums, "together", turn) == 64
-        # A launch that gives a multiprocessor more blocks has more in flight, as registers allow.
+        # With more blocks per multiprocessor more loads are in flight, as far as registers allow.
         blocks = blocks_per_multiprocessor(sums, "together")
         assert measures.kib_in_flight(sums, "together", turn, most_blocks=2) == 128
         assert measures.kib_in_flight(sums, "together", turn, most_blocks=32) == 64 * blocks
@@ -186,7 +186,7 @@ class TestCompiled:
         turn = measures.turn(sums, "ahead", measures.steady_loop(sums, "ahead"))
         assert measures.waits_in_series(turn) <= 1
         assert measures.kib_in_flight(sums, "ahead", turn) == 128
-        # For sm_100a ptxas takes the first sums before the second loads.
+        # For sm_100a ptxas puts the first sums before the second loads.
         if request.node.callspec.params["sums"] != "sm_100a":
             assert measures.loads_left_at_waits(turn) >= 4
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of packets are short: what is fetched before a call's first instruction is latency.
+"""The kernels of packets are short, since fetching their code adds to a call's latency.
 
-Unaligned words, long waits and reports of faults are functions of their own behind the kernel.
+Code for unaligned words, long waits and reports of faults is in functions behind the kernel.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ pytestmark = [
 ]
 
 EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
-# Instructions of the kernel itself, and of it with its functions.
+# Most instructions of the kernel itself, and of the kernel with its functions.
 MOST, MOST_IN_ALL = 1500, 2300
-# Words of narrow types are many numbers; each is scaled, added and rounded by itself.
+# A word of a narrow type holds several numbers, each scaled, added and rounded by itself.
 NARROW = {"reduce_int8/sum": 2100, "reduce_float16/min": 1900}
 SOME = {"reduce_float32/sum": MOST, "move/ll_move": MOST}
 MORE = {"reduce_bfloat16/sum": MOST, "reduce_float64/sum": MOST, "reduce_int64/sum": MOST, **NARROW}
@@ -33,14 +33,14 @@ TARGETS = ("sm_80", "sm_90a", "sm_100a") if EVERYTHING else ("sm_90a",)
 
 
 def packets_kernel(unit: str, target: str, loops: str = units.BATCHED) -> Kernel:
-    """Compiles the one kernel of packets of a subunit."""
+    """Compiles the packet kernel of a subunit."""
     text, headers, macros = packets_source(unit, loops)
     (kernel,) = compile_text(text, target, headers, macros).kernels.values()
     return kernel
 
 
 def own_instructions(kernel: Kernel) -> int:
-    """Of the kernel without the functions behind it."""
+    """Returns the kernel's number of instructions without the functions behind it."""
     functions = [at for label, at in kernel.labels.items() if label.startswith("$")]
     return min(functions, default=len(kernel.instructions))
 

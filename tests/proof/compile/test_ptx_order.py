@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Missing barriers in compiled kernels are found, on whichever path they miss."""
+"""The check finds missing barriers in compiled kernels, whatever path lacks them."""
 
 import pytest
 

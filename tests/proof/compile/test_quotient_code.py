@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quotients and roots of the optimizer's kernels are the operations of the compiler's own.
+"""The quotients and roots of the optimizer's kernels are the same operations as the compiler's own.
 
 NVIDIA documents bounds on the errors of ``rcp.approx`` and ``rsqrt.approx``, and a few results
 within these bounds would round to another quotient or root (tests/optim/test_quotients.py). The
@@ -44,7 +44,7 @@ extern "C" __global__ void own_root(float* out, const float* a, const float*) {
   out[0] = root(a[0]);
 }
 """
-# A quotient without the step that corrects it.
+# The mutant: a quotient without the step that corrects it.
 UNCORRECTED = (
     "  return fused_multiply_add(fused_multiply_add(near, b, -a), -inverse, near);\n",
     "  return near;\n",
@@ -68,7 +68,7 @@ def product_of(a: Expression, b: Expression) -> Expression:
 
 
 def fused(a: Expression, b: Expression, c: Expression) -> Expression:
-    """Returns a b + c with a positive product; the sign of the whole is outside."""
+    """Returns the expression a * b + c with a positive product, and the sign outside of it."""
     if c[1] == ("constant", "0"):
         return product_of(a, b)
     sign, (_, *factors) = product_of(a, b)
@@ -78,8 +78,9 @@ def fused(a: Expression, b: Expression, c: Expression) -> Expression:
 def stored(code: Sequence[Instruction]) -> Expression:
     """Returns the expression that a kernel stores on its fast path.
 
-    Both inputs are the results of loads, in the order of their addresses. Branches are taken as
-    compilers lay out these kernels: the slow path is a call, whose result is not looked at.
+    Both inputs are the results of loads, in the order of their addresses. The function follows the
+    branches as compilers lay out these kernels: the slow path is a call, whose result the function
+    ignores.
     """
     values: dict[str, Expression] = {}
     inputs: dict[str, tuple[object, ...]] = {}

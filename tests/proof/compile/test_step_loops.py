@@ -34,7 +34,7 @@ only_in_everything = pytest.mark.skipif(not EVERYTHING, reason="make cuda-compil
 
 
 def compiled(unit, target="sm_90a", changes=()):
-    """A unit, after changes of its headers: of which, what, and into what."""
+    """Compiles a unit with changed headers; ``changes`` holds header, pattern and replacement."""
     text, headers, macros = unit_source(unit)
     for header, pattern, instead in changes:
         headers[header], count = re.subn(pattern, instead, headers[header])
@@ -50,7 +50,7 @@ def test_a_step_of_two_ranks(target):
     assert step_loop(binary, name, PAIR_OF_SM100 if of_sm100 else PAIR) == []
     most = STEP_REGISTERS_OF_SM100 if of_sm100 else STEP_REGISTERS
     assert (binary.resources[name].registers or 0) <= most
-    # What is more than a bar allows is seen.
+    # A loop that exceeds a bar is reported.
     lower = type(PAIR)(PAIR.loads, 1000, 100)
     assert len(step_loop(binary, name, lower)) == 2
     assert step_loop(binary, name, type(PAIR)(3, 0, 1000)) != []
@@ -74,7 +74,7 @@ def test_norms(target):
 
 @only_in_everything
 def test_loads_that_are_not_held_together_are_noticed():
-    """The mutant: ptxas puts loads behind the first uses of others."""
+    """The mutant: ptxas puts some loads behind the first uses of other loads."""
     apart = ("kernels/cuda/grad_sum.h", r"return any & misalignment\(vector\);", "return 0;")
     binary = compiled("adamw_bfloat16/step_bfloat16", changes=[apart])
     assert any("waits" in each for each in step_loop(binary, "rc_adamw_step_bfloat16", PAIR))
@@ -82,7 +82,7 @@ def test_loads_that_are_not_held_together_are_noticed():
 
 @only_in_everything
 def test_a_turn_of_one_tile_is_noticed():
-    """The mutant: a lane of a norm has two loads under way."""
+    """The mutant: a lane of the norm's loop has only two loads in flight."""
     one = ("kernels/cuda/norm_lanes.h", r"kLoads < 8 \? \(8 \+ kLoads - 1\) / kLoads : 1", "1")
     binary = compiled("adamw_bfloat16/norm", changes=[one])
     assert norm_loops(binary, "rc_grad_norm", 64, blocks=2) != []

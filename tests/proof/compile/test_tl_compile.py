@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels compile for real architectures, to the accesses that the protocol wants."""
+"""The Triton kernels compile for real architectures, to the accesses that the protocol needs."""
 
 import os
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 ONE_SHOT, RING = _native.ALGORITHMS["one_shot"], _native.ALGORITHMS["ring"]
 INT16 = _native.DTYPES["int16"]
-# World and plan of each.
+# World size and plan of each case.
 PLANS = {
     "reduce-scatter one-shot": (2, plan_reduce_scatter(1 << 20, "bfloat16", "AVG", ONE_SHOT, 2)),
     "all-gather ring": (2, plan_all_gather(1 << 20, INT16, 2, RING, 2)),
@@ -41,16 +41,16 @@ PLANS = {
     "all-reduce ring of 4": (4, plan_all_reduce(1 << 20, "float16", "SUM", RING, 4)),
     "all-reduce two-shot": (2, plan_all_reduce(1 << 20, "float32", "SUM", ONE_SHOT, 2)),
 }
-# Of what neither these nor tests/proof/ptx compile in make test.
+# Plans that neither these cases nor tests/proof/ptx compile in make test.
 READ = {
     "reduce-scatter ring": (4, plan_reduce_scatter(1 << 20, "float16", "AVG", RING, 4)),
     "reduce-scatter of one": (1, plan_reduce_scatter(1 << 20, "float32", "SUM", ONE_SHOT, 1)),
     "all-gather of one": (1, plan_all_gather(1 << 20, INT16, 8, RING, 1)),
     "all-reduce of one": (1, plan_all_reduce(1 << 20, "bfloat16", "AVG", ONE_SHOT, 1)),
 }
-# A kernel takes up to 10 s. ``make cuda-compile`` makes all of them for all architectures. Else
-# each architecture has one, of either family, and the newest the one that loads, sums and stores.
-# tests/proof/ptx executes what is compiled for sm_90.
+# A kernel takes up to 10 s to compile. ``make cuda-compile`` compiles all for all architectures.
+# ``make test`` compiles one kernel per architecture, of either family; the newest architecture has
+# the kernel that loads, sums and stores. tests/proof/ptx executes kernels compiled for sm_90.
 SOME = {80: ["all-gather ring"], 90: ["all-gather one-shot of 4"], 100: ["reduce-scatter one-shot"]}
 ALL = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 CASES = [(name, target) for name in PLANS for target in TARGETS if ALL or name in SOME[target]]
@@ -71,7 +71,7 @@ def test_orders_widths_and_no_local_memory(name, target):
     assert loops, "no loop loads 16 bytes at a time"
     for loop in loops:
         codes = opcodes(loop)
-        # What spans a call of the slow path of a wait may lie on the stack, but nothing here.
+        # A slow path of a wait may spill to the stack around its call, but these loops may not.
         assert not [code for code in codes if code.startswith(("LDL", "STL"))]
         assert any(code.startswith("STG") and ".128" in code for code in codes)
         wide = [code for code in codes if code.startswith("LDG") and ".128" in code]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of the Triton kernels have many loads under way before they wait for the first."""
+"""The Triton kernels' loops have many loads in flight before they wait for the first."""
 
 import os
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not cuda_code.have_tools(), reason=cuda_code.NEEDS_TOOLS),
 ]
 
-# Loads of 16 bytes that a lane has under way before the first is used.
+# Fewest 16-byte loads that a lane must have in flight before the first use.
 BAR = 7
 SUM = {"target": "i64", "first": "i64", "stride": "i64", "count": "i32"}
 COPY = {"target": "i64", "source": "i64", "count": "i32"}
@@ -32,7 +32,7 @@ if ALL:
 
 
 def loads_in_flight(kernel, signature, target, **constants):
-    """Of the loop with the most."""
+    """Returns the loads in flight of the loop that has the most."""
     binary = compile_kernel(kernel, signature, target, **constants)
     return max(traffic(loop).in_flight for loop in hot_loops(binary.kernels[kernel.__name__]))
 
