@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays random plans of faults for as long as you like, and says which seed broke a promise.
+"""Plays random plans of faults for a given time, and prints each seed that broke a promise.
 
 python -m tests.proof.faults.soak --minutes 60 --seed 0
 python -m tests.proof.faults.soak --seed 4711 --only
@@ -17,14 +17,14 @@ from tests.support.fault_checks import run_chain
 from tests.support.fault_schedules import draw_chain, interpreted
 from tests.support.fault_training import draw_training, run_training
 
-# Of so many seeds in a row one each: the interpreter and a training run take seconds.
+# In every 25 seeds one plays the interpreter and one a training run, since each takes seconds.
 PERIOD = 25
 INTERPRETED, TRAINING = 1, 2
 REPORT_S = 10.0
 
 
 def play(seed: int) -> tuple[int, list[str]]:
-    """Returns how many schedules the seed stands for, and the promises that they broke."""
+    """Plays a seed; returns the number of its schedules, and the promises that they broke."""
     if seed % PERIOD == TRAINING:
         return 1, run_training(draw_training(seed))
     chain = draw_chain(seed)
@@ -34,12 +34,12 @@ def play(seed: int) -> tuple[int, list[str]]:
 
 
 def describe(seed: int) -> object:
-    """Returns the schedules that the seed stands for."""
+    """Returns the schedules that a seed generates."""
     return draw_training(seed) if seed % PERIOD == TRAINING else draw_chain(seed)
 
 
 def soak(seeds: Sequence[int] | count[int], minutes: float) -> int:
-    """Plays the seeds until the time is over; how many broke a promise."""
+    """Plays the seeds until the time is over; returns how many broke a promise."""
     began = told = time.monotonic()
     schedules = failed = 0
     for seed in seeds:

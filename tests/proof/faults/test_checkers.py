@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of the promises see each promise that is broken: on purpose, here."""
+"""The checks of the promises notice each promise that these tests break on purpose."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Swallows(Player):
 
 
 class Hangs(Player):
-    """Does not look at what happens to its peers: never gives up."""
+    """A player that never looks for failed peers, so its calls never give up."""
 
     def attempt(self, comm, call, number):
         ended = super().attempt(comm, call, number)
@@ -41,7 +41,7 @@ class Hangs(Player):
 
 
 class Keeps(Player):
-    """A player that leaves something on purpose."""
+    """The base of players that keep a resource on purpose."""
 
     settle_s = 0.05
 
@@ -65,7 +65,7 @@ class KeepsThread(Keeps):
 
 
 class KeepsCommunicator(Keeps):
-    """Its peers' heaps stay mapped."""
+    """The kept communicator keeps the peers' heaps mapped."""
 
     def connect(self, name, segment_bytes):
         self.kept = super().connect(name, segment_bytes)
@@ -73,7 +73,7 @@ class KeepsCommunicator(Keeps):
 
 
 class GivesOther(Player):
-    """One rank's contribution is not what the others expect."""
+    """One rank contributes other data than its peers expect."""
 
     def attempt(self, comm, call, number):
         return super().attempt(comm, call, number + (comm.rank == 0))
@@ -92,7 +92,7 @@ class LeavesFile(Player):
         return super().play_one(name, schedule)
 
 
-# Who breaks which promise, in which schedule, and what is said of it.
+# Per player: the schedule in which it breaks a promise, and the message about that.
 BROKEN = {
     Swallows: (KILLED, "no call raised"),
     KeepsDescriptor: (DELAYED, "left behind: descriptor /dev/null"),
@@ -219,7 +219,7 @@ def test_a_report_is_read(name):
 
 
 def test_what_is_as_promised_is_not_reported():
-    # A fault that another file of this process has armed is not what is looked for.
+    # A fault that a test of another file has armed in this process must not count.
     _native.disarm_fault()
     assert list(check_report(KILLED, GOOD)) == []
     assert list(check_report(DELAYED, LATE)) == []

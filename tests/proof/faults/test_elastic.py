@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that torchrun starts again go on from their last checkpoint, to the same bits."""
+"""Jobs that torchrun restarts continue from their last checkpoint, with the same bits."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ EXAMPLE = ROOT / "docs" / "examples" / "elastic.py"
 RANKS, LIMIT_S = 2, 300
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
-# The example after a rendezvous of another kind, with rank 1 killed: in the first attempt before it
-# joins the others, in the second at a step of its communication. Without a step, it says how many
-# steps there are.
+# Runs the example after another kind of rendezvous, and kills rank 1: in the first attempt before
+# it joins, in the second at a step of its communication. Without a step it prints the number of
+# steps.
 PROGRAM = f"""
 import os, runpy, signal, sys
 from ringcomm import Communicator, _native
@@ -65,7 +65,7 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_restarted_job_ends_as_if_nothing_had_happened(tmp_path):
-    """It is restarted twice, and each attempt joins in both ways in the store of the first."""
+    """The job restarts twice; each attempt joins in both ways in the first attempt's store."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     done = torchrun(whole, 0)
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,7 @@ def _all_join(store):
 
 
 def test_ranks_join_in_a_store_where_an_attempt_before_has_failed(monkeypatch):
-    """Rank 1 died before it came: the ranks have not come there equally often."""
+    """Rank 1 died before it joined, so the ranks have joined a different number of times."""
     store = HashStore()
     monkeypatch.setenv(ATTEMPT, "0")
     with pytest.raises(RendezvousError, match="rank 1, which did not come"):
@@ -110,7 +110,7 @@ def test_ranks_join_in_a_store_where_an_attempt_before_has_failed(monkeypatch):
 
 
 def test_attempts_are_what_tells_them_apart(monkeypatch):
-    """The negative control of the test above: the same attempt again."""
+    """The negative control of the test above: the second attempt has the first one's number."""
     store = HashStore()
     monkeypatch.setenv(ATTEMPT, "1")
     with pytest.raises(RendezvousError):
@@ -137,7 +137,7 @@ def test_a_rank_of_an_attempt_before_has_not_come_to_a_monitored_barrier(monkeyp
     monkeypatch.setenv(ATTEMPT, attempt)
     again = MonitoredBarrier(store, 0, RANKS, nobody)
     if attempt == "0":
-        again(short, False)  # what that rank left counts as its coming
+        again(short, False)  # the failed attempt already counted this rank
     else:
         with pytest.raises(CollectiveTimeout, match="Rank 1 failed"):
             again(short, False)

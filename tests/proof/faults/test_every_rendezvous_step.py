@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank is killed at every step of every kind of rendezvous: the others raise PeerLost at once.
+"""A rank is killed at each step of each kind of rendezvous: the others raise PeerLost at once.
 
-A step is an operation of the store that changes or reads something. So a new stage of a rendezvous
-is covered as soon as it is there.
+A step is an operation of the store that changes or reads something. So the test covers new stages
+of a rendezvous without a change.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ pytestmark = pytest.mark.deadlines
 
 WORLD, KILLED = 3, 2
 GROUP = [1, 2]
-# Nobody waits for so long; a first rendezvous does, for a rank that nobody knows yet.
+# No rank waits this long, except in a first rendezvous for a rank whose process is unknown.
 LONG_S, SHORT_S = 60.0, 3.0
 ENDS_S = 120.0
 AT_ONCE = 3
-# Kinds whose waits another kind covers are killed at every STRIDE-th step, and at every step in
-# `make test-all`.
+# In kinds whose waits another kind covers, the rank is killed at every STRIDE-th step only, but at
+# every step in `make test-all`.
 STRIDE = 5
 
 
 class StepStore(Store):
     """A store that counts the steps of a rank, and kills its process at one of them.
 
-    Looks whether something is there do not count: how many there are depends on who comes first.
+    Checks whether a key exists are not steps: their number depends on which rank comes first.
     """
 
     def __init__(self, inner: Store, killed_at: int | None = None) -> None:
@@ -91,7 +91,7 @@ def _world(store: Store, rank: int) -> Communicator:
 
 
 def _of_communicator(build: Callable[[Communicator], Any], store: StepStore, rank: int) -> Any:
-    """Returns what builds a part of a communicator of the world."""
+    """Returns the world's communicator, and a function that builds a part of it."""
     comm = _world(store, rank)
     comm.barrier()
     return comm, partial(build, comm)
@@ -116,7 +116,7 @@ def group_of_group(store: StepStore, rank: int) -> Any:
 
 
 def over_nodes(store: StepStore, rank: int) -> Any:
-    """Rank 1, the local peer of the killed one, is no member: it tells the other node."""
+    """Rank 1, the killed rank's local peer, is no member, but tells the other node of the death."""
     os.environ["RINGCOMM_NODE_ID"] = f"node{min(rank, 1)}"
     return _of_communicator(lambda comm: comm.new_group([0, 2]), store, rank)
 
@@ -127,7 +127,7 @@ def nodes_of_members(store: StepStore, rank: int) -> Any:
 
 
 def alone_on_its_node(store: StepStore, rank: int) -> Any:
-    """The killed rank has no local peer that tells of its end: the others know its process."""
+    """The killed rank has no local peer to report its end, but the others know its process."""
     os.environ["RINGCOMM_NODE_ID"] = f"node{max(rank, 1)}"
     return _of_communicator(lambda comm: comm.new_group(GROUP), store, rank)
 
@@ -185,7 +185,8 @@ def _rank(inner: Store, rank: int, world: int, kind: str, killed_at: int | None)
     except RingcommError as raised:
         error = raised
     steps = store.steps
-    # A rank that has no more to do stays until all others have ended: its end is not the one.
+    # A finished rank stays until all others have ended, so that its own end is not taken for the
+    # loss.
     if rank != KILLED and killed_at is not None:
         inner.set(f"over{rank}", "")
         inner.wait([f"over{each}" for each in range(WORLD) if each != KILLED])
@@ -199,19 +200,19 @@ def _outcomes(kind: str, killed_at: int | None) -> list[Outcome]:
 
 
 def _broken(kind: str, step: int) -> list[str]:
-    """Returns what the survivors of a kill at a step should not have done."""
+    """Returns what went wrong on the survivors of a kill at a step."""
     outcomes = _outcomes(kind, step)
     found = [each.value for each in outcomes]
     survivors = [rank for rank in MEMBERS.get(kind, GROUP) if rank != KILLED]
     failed = [each.describe() for each in outcomes if each.rank != KILLED and not each.ok]
     if failed:
         return [f"step {step}, {each}" for each in failed]
-    # Before its handle is there, nobody knows a process that comes for the first time.
+    # A process that joins for the first time is unknown until it has posted its handle.
     known = not kind.startswith("first") or step > 1
     texts = []
     for rank in survivors:
         _, error, text, built = found[rank]
-        # A communicator that stands names ranks as its own.
+        # A communicator that was built names ranks by its own numbers.
         named = built or f"rank {KILLED}" in text
         if error is not (PeerLost if known else RendezvousError) or not named:
             texts.append(f"step {step}, rank {rank}: {error.__name__}: {text}")
@@ -224,7 +225,7 @@ def test_killed_at_every_step(kind: str) -> None:
     assert all(each.ok for each in whole), "\n".join(each.describe() for each in whole)
     assert [each.value[1] for each in whole] == [type(None)] * WORLD, whole
     steps = whole[KILLED].value[0]
-    assert steps >= 7  # arrives; two stages, each posted and read of all members
+    assert steps >= 7  # one arrival, and two stages that each post once and read from all members
     with ThreadPoolExecutor(AT_ONCE) as pool:
         broken = pool.map(
             partial(_broken, kind), thinned(range(steps), STRIDE if kind in SAMPLED else 1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank is killed at every step of a call in turn: none is without its way out.
+"""A rank is killed at every step of a call in turn; the survivors always end with an error.
 
-The errors name the step at which call_model.py sees the survivors stand.
+The error names the step at which call_model.py expects the survivor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.deadlines
 WORLD, KILLED = 3, 1
 SEGMENT_BYTES = 256
 ONE_SEGMENT, TWO_SEGMENTS = 40, 70  # elements of a chunk
-# The ranks of a world mostly wait, for each other and for a death to be noticed.
+# Ranks mostly wait for each other or for the news of a death, so several worlds run at once.
 WORLDS_AT_ONCE = 3
 
 CALLS = {
@@ -38,7 +38,8 @@ CALLS = {
     "ring": Call("all_reduce", WORLD * ONE_SEGMENT, algorithm="ring"),
     "all_gather": Call("all_gather_into_tensor", TWO_SEGMENTS),
 }
-# Seven segments of each chunk; the steps at which ranks 0 and 2 stand when rank KILLED fails there.
+# Calls with seven segments per chunk, the step at which rank KILLED fails, and the steps at which
+# ranks 0 and 2 then are.
 LONG = {
     "two_shot": (Call("all_reduce", WORLD * 400, algorithm="two_shot"), 59, {0: 3, 2: 5}),
     "ring": (Call("all_reduce", WORLD * 400, algorithm="ring"), 37, {0: 11, 2: 10}),
@@ -47,7 +48,7 @@ LONG = {
 
 @pytest.fixture(scope="module")
 def passages():
-    """Returns the points that rank KILLED passes in each call, whoever comes first."""
+    """Returns the numbers of fault points that rank KILLED passes in each call."""
     counts = {}
     options = CommOptions(timeout=60.0, segment_bytes=SEGMENT_BYTES)
     with ringcomm.local_world(WORLD, options=options) as world:
@@ -59,7 +60,7 @@ def passages():
     return counts
 
 
-# An all-gather is the second half of the two-shot all-reduce.
+# All-gather is left out: it is the second half of the two-shot all-reduce.
 @pytest.mark.parametrize("name", ["two_shot", "ring"])
 def test_killed_at_every_step(passages, name):
     def broken(step: int) -> list[str]:
@@ -73,9 +74,9 @@ def test_killed_at_every_step(passages, name):
 
 
 def test_no_step_is_left_out(passages):
-    """The algorithms have that many: items to and from two peers, and a wait for each slot."""
+    """Counts match the algorithms: items to and from two peers, and a wait for each slot."""
     assert passages == {
-        # Two segments to rank 0, one to rank 2, whose chunk is the shortest; two shared with both.
+        # Two segments to rank 0, one to rank 2 (whose chunk is the shortest), two shared with both.
         "two_shot": {"publish": 7, "acknowledge": 7, "await": 14},
         "ring": {"publish": 4, "acknowledge": 4, "await": 8},
         "all_gather": {"publish": 4, "acknowledge": 4, "await": 8},
@@ -100,6 +101,6 @@ def test_errors_name_the_step_within_a_long_call(name, action):
     schedule = Schedule(WORLD, SEGMENT_BYTES, (call,), Fault(action, KILLED, 0, step))
     expected = expected_waits(schedule)
     steps = {rank: point.item for rank, point in (expected or {}).items()}
-    # A killed rank is missed only by those that wait for itself.
+    # After a kill, only the ranks that wait for the killed rank itself name it.
     assert steps == waits or (action == "kill" and steps and steps.items() < waits.items())
     assert run_chain((schedule,)) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fault injection: the points that it counts, the ranks that it hits, and what it refuses."""
+"""Fault injection: the points that it counts, the ranks that it affects, the plans it refuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def world():
 
 
 def counted(world, call, **options):
-    """Returns the points that one call passes; the fault stays armed."""
+    """Returns the numbers of points that one call passes; the fault stays armed."""
     _native.arm_fault("none", **options)
     assert world.run(make, call, 0) == ["", ""]
     return _native.fault_passages()
@@ -39,7 +39,7 @@ def test_every_call_has_points(world, kind):
     passed = counted(world, Call(kind, 100))
     assert min(passed.values()) > 0
     again = counted(world, Call(kind, 100))
-    # The progress of messages depends on who comes first, their publications do not.
+    # The progress points of messages depend on which rank comes first, but publications do not.
     assert again["publish"] == passed["publish"]
 
 
@@ -48,7 +48,7 @@ def test_points_of_a_rank_and_of_a_call(world):
     assert both == {"publish": 2, "acknowledge": 2, "await": 4}
     assert counted(world, SUM, rank=1) == {"publish": 1, "acknowledge": 1, "await": 2}
     assert counted(world, SUM, rank=2) == NOTHING
-    # This is the sixth collective of the world.
+    # This call is the world's sixth collective.
     sixth = 6
     assert counted(world, SUM, sequence=1) == NOTHING
     assert counted(world, SUM, sequence=sixth) == NOTHING
@@ -69,7 +69,7 @@ def test_nothing_is_counted_when_no_plan_is_armed(world):
 
 @pytest.mark.parametrize(("action", "seconds"), [("delay", 1.0), ("slow", 0.3)])
 def test_one_rank_of_two_threads_is_late(action, seconds):
-    """So late that the other gives up: before it publishes, it waits for the slot."""
+    """The delay exceeds the other rank's timeout, which ends that rank's wait for the slot."""
     with ringcomm.local_world(2, timeout=0.4) as world:
         _native.arm_fault(action, seconds=seconds, rank=1)
         with pytest.raises(CollectiveTimeout, match=r"waited .* for rank 1"):
@@ -100,7 +100,7 @@ def test_what_makes_no_sense_is_refused(arguments, message):
 
 
 def _counts_in_both(store, rank, world_size):
-    """Passages of each call that Triton kernels make, natively and in the interpreter."""
+    """Returns the points that each call passes with native kernels and in Triton's interpreter."""
     os.environ["TRITON_INTERPRET"] = "1"
     options = CommOptions(timeout=TIMEOUT_S, segment_bytes=256)
     passed = {}
@@ -119,7 +119,7 @@ def test_the_interpreter_passes_the_points_of_native_calls():
         for (kind, algorithm, kernels), points in passed.items():
             native = passed[kind, algorithm, "native"]
             if (kind, algorithm) == ("all_reduce", "two_shot"):
-                # One hop natively, two hops in Triton.
+                # The native call takes one hop, Triton's two.
                 assert min(points.values()) > 0
             else:
                 assert points == native, (kind, algorithm, kernels)

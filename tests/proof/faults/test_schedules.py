@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random plans of faults: whatever fails and wherever, the promises hold.
 
-``make soak`` plays many more; docs/reliability.md says what is promised.
+``make soak`` plays many more plans; docs/reliability.md lists the promises.
 """
 
 import pytest
@@ -12,7 +12,8 @@ from tests.support.fault_schedules import FATAL, HARMLESS, KINDS, draw_chain, in
 
 pytestmark = pytest.mark.deadlines
 
-# Chosen so that few ranks are stopped, which costs a timeout each, and that all below is covered.
+# Chosen to stop few ranks, since each stopped rank costs a timeout, and to cover all that the tests
+# below require.
 SEEDS = (
     *(422, 424, 426, 428, 430, 431, 432, 434, 436, 438),
     *(440, 441, 442, 444, 446, 448, 449, 450, 452, 455),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make soak``: finds the seed that broke a promise, and plays it again."""
+"""``make soak`` finds the seed that broke a promise, and plays the seed again."""
 
 import pytest
 

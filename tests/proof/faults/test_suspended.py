@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All ranks are stopped for longer than their timeout, as when a laptop is suspended.
 
-Nobody is blamed: each goes on where it was. A rank that is stopped alone is blamed as ever
+No rank is blamed, and each continues its call. A rank that alone is stopped is still blamed
 (tests/comm/test_faults.py).
 """
 
@@ -40,10 +40,10 @@ pytestmark = pytest.mark.deadlines
 
 WORLD = 2
 TIMEOUT_S, STOPPED_S = 2.0, 3.0
-# Of a clock that the test steps.
+# For the clock that the test advances.
 STEP_S, SUSPENDED_AT, HOUR_S = 0.02, 20, 3600.0
 
-# What rank 0 waits in for rank 1, and what rank 1 then does.
+# The call in which rank 0 waits for rank 1, and rank 1's later call.
 WAITS: dict[str, Any] = {
     "all_reduce": (lambda c: c.all_reduce(torch.ones(4)), lambda c: c.all_reduce(torch.ones(4))),
     "async": (
@@ -90,10 +90,10 @@ def test_nobody_is_blamed(wait: str, nodes: bool) -> None:
 
 
 class SteppedClock:
-    """A clock that goes on at each look of this thread, once for an hour.
+    """A clock that advances at each reading by this thread, and once by an hour.
 
     Attributes:
-        looks: of this thread.
+        looks: readings by this thread.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ WAITS_ALONE: dict[str, Callable[[], None]] = {
 def test_a_suspension_does_not_count(
     wait: str, corrects: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Waits in vain; "counted" is the negative control, whose timeout ends with the suspension."""
+    """Waits until the timeout. "counted" is the negative control: the suspension ends its wait."""
     if not corrects:
         monkeypatch.setattr(Deadline.__init__, "__defaults__", (math.inf,))
     clock = SteppedClock()
@@ -150,12 +150,12 @@ def test_a_suspension_does_not_count(
     with pytest.raises((CollectiveTimeout, RendezvousError, PeerLost)):
         WAITS_ALONE[wait]()
     monkeypatch.undo()
-    # A few looks serve other purposes.
+    # A few readings are not part of the wait.
     whole = TIMEOUT_S / STEP_S
     assert clock.looks > whole if corrects else clock.looks < whole / 2
 
 
-# What else reads the clock, by file below ringcomm/.
+# Other readers of the clock, by file below ringcomm/, and their purposes.
 CLOCKS = {
     "comm/device/core.py": "grace for a reason that is about to be written",
     "comm/device/lifecycle.py": "grace for kernels while the process ends",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run loses a rank at any step: it goes on from its last checkpoint as if it had not."""
+"""A training run loses a rank at any step, and ends with the bits of a run without the loss."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_the_seeds_cover_the_stages():
 
 
 class ForgetsTheOptimizer(TrainingRank):
-    """Loads the parameters and nothing else."""
+    """A rank that loads only the parameters."""
 
     def resume(self, comm):
         job = self.job(comm)
@@ -43,7 +43,7 @@ class ForgetsTheOptimizer(TrainingRank):
 
 
 class BeginsAnew(TrainingRank):
-    """Goes on from nothing, and says that it has resumed."""
+    """A rank that starts from scratch, and claims that it has resumed."""
 
     def resume(self, comm):
         job = self.job(comm)
@@ -53,7 +53,7 @@ class BeginsAnew(TrainingRank):
 
 
 class GoesOn(TrainingRank):
-    """Takes no notice of the lost rank."""
+    """A rank that ignores the lost rank."""
 
     def lose_a_rank(self, comm):
         told = super().lose_a_rank(comm)

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A peer that writes junk: headers, messages, fault records and announced regions with their fields
-// and bytes changed at random. Whatever comes, this rank reads and writes inside of the heaps, and
-// its call ends with success or a status. Run under AddressSanitizer and UBSan by
-// tests/proof/fuzz/test_hostile.py, which also takes each check away to see that this finds it.
+// A peer that writes junk: headers, messages, fault records and announced regions whose fields and
+// bytes are changed at random. Whatever the peer writes, this rank must access only memory inside
+// the heaps, and its call must end with success or a status. tests/proof/fuzz/test_hostile.py runs
+// this program under AddressSanitizer and UBSan, and also without each check of the code, which
+// this program must notice.
 //
-//   hostile_test SEED CASES
+// hostile_test SEED CASES
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -34,10 +35,10 @@ T any_of(const T (&values)[N]) {
   return values[below(N)];
 }
 
-std::vector<Span> allowed;  // what this rank may touch
+std::vector<Span> allowed;  // memory that this rank may access
 
-// Where the peer's slots lie, if this case's header says that its data come in them: then each
-// access to the peer's heap is one to what a single slot carries.
+// The peer's slots, if this case's header says that the data are in slots. An access to the peer's
+// heap must then stay inside the payload of a single slot.
 struct Slots {
   const char* heap = nullptr;
   const char* first = nullptr;
@@ -81,14 +82,14 @@ void update(const AdamWJob& job) {
   for (int c = 0; c < job.copy_count; ++c) {
     if (job.copies[c] == nullptr) continue;
     check_inside(job.copies[c], bytes, "stored");
-    // A GPU stores them by 16 bytes at a time.
+    // A GPU stores the copies in units of 16 bytes.
     if (reinterpret_cast<uintptr_t>(job.copies[c]) % 16 != 0) std::abort();
   }
   for (int s = 0; s < job.grads.count; ++s)
     check_inside(job.grads.ptrs[s], (job.end - job.begin) * sizeof(float), "summed");
 }
 
-// One to three changes at `at`: a flipped bit, a random byte, or a telling value in a word.
+// One to three changes at `at`: a flipped bit, a random byte, or a special value in a word.
 void damage(void* at, uint64_t bytes) {
   auto* raw = static_cast<unsigned char*>(at);
   const uint64_t values[] = {0,
@@ -117,7 +118,7 @@ struct Pair {
   std::shared_ptr<Heap> heaps[2] = {std::make_shared<Heap>(kHeapBytes, ""),
                                     std::make_shared<Heap>(kHeapBytes, "")};
   std::unique_ptr<Comm> comms[2];
-  char* memory;  // in the peer's heap: what a sound header points at
+  char* memory;  // in the peer's heap: the memory to which a sound header points
   char* own;     // in this rank's heap
   std::vector<char> out = std::vector<char>(1 << 20);
 
@@ -141,7 +142,7 @@ struct Pair {
       comms[r] =
           std::make_unique<Comm>(heaps[r], CommConfig{r, 2, kSlots, kSegmentBytes, 1'000'000'000});
   }
-  // As if the peer had come, published all and gone: no wait lasts.
+  // As if the peer had joined, published everything and left, so no wait blocks.
   void join(Stream published) {
     build();
     comms[0]->connect(addresses());
@@ -159,7 +160,7 @@ struct Pair {
     if (comms[0]) comms[0]->view().signals(0, Stream::kPair, 0, 1)->detached = 1;
     for (auto& comm : comms) comm.reset();
   }
-  // The peer's header for me; changed unless this case shall succeed.
+  // The peer's header for this rank; one case in eight keeps it unchanged and must succeed.
   bool publish(Stream s, CallHeader header) {
     const View& v = comms[0]->view();
     CallHeader* const lying = v.header(0, s, 0, 1, 1);
@@ -171,7 +172,7 @@ struct Pair {
     return changed;
   }
   CallHeader header(Collective collective, DType dtype, uint64_t bytes, uint64_t match, int redop) {
-    // qemu-user has no process_vm_readv, so ranks that it runs cannot read another process.
+    // qemu-user has no process_vm_readv, so ranks under qemu cannot read another process.
     const bool in_heap = bytes > 0 && below(2) != 0,
                in_process = !in_heap && collective == Collective::kAllGather && below(2) != 0 &&
                             comms[0]->view().control(0)->reads_peers != 0;
@@ -247,7 +248,7 @@ Status receive(Pair& p) {
   h.id.root = 3;
   const bool changed = p.publish(Stream::kMessage, h);
   const bool fits = h.heap_offset != kNotInHeap || bytes <= kSlots * kSegmentBytes;
-  // As many as there are slots for, or (now and then) more than a sender can have published.
+  // As many items as there are slots, or sometimes more than a sender can have published.
   const uint32_t ready = below(16) != 0 ? kSlots : uint32_t(random_bits());
   p.comms[0]->view().signals(0, Stream::kMessage, 0, 1)->ready = ready;
   Messenger messenger(*p.comms[0]);

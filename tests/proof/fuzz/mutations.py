@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to JSON that know its structure: what anybody may write into a store or a file."""
+"""Random changes of JSON that respect its structure, as anybody may make to a store or file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from random import Random
 from typing import Any
 
-# ``make fuzz`` sets it: how many times more cases are tried.
+# Multiplies the number of cases; ``make fuzz`` sets it.
 SCALE = int(os.environ.get("RINGCOMM_FUZZ", "1"))
 
 DEEP = "[" * 5000
@@ -59,7 +59,7 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def mutated(value: Any, chance: Random) -> Any:
-    """A copy of data with one to three values replaced, removed, copied or renamed."""
+    """Returns a copy of the data with one to three values replaced, removed, copied or renamed."""
     result = copy.deepcopy(value)
     for _ in range(chance.randint(1, 3)):
         path = chance.choice(_paths(result))
@@ -85,7 +85,7 @@ def mutated(value: Any, chance: Random) -> Any:
 
 
 def text_of(value: Any, chance: Random) -> bytes:
-    """JSON text of a mutated value, sometimes damaged as text, too."""
+    """Returns the JSON text of a mutated value; sometimes the text itself is damaged, too."""
     text = json.dumps(mutated(value, chance))
     kind = chance.randrange(12)
     if kind == 0:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of every reader cost memory and work in proportion to their bytes, whatever their shape.
+"""Every reader's memory and work are proportional to the input's bytes, whatever its shape.
 
-Each reader gets the shapes that cost it most, at two sizes. The peak of memory is tracemalloc's,
-and work is the number of lines of Python that run, so that no clock is read. docs/security.md has
-the figures.
+Each reader gets its most expensive shapes of input, at two sizes. tracemalloc measures the peak of
+memory. Work is the number of Python lines that run, so the test reads no clock. docs/security.md
+has the figures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ringcomm.zero.checkpoint.format import Manifest, Piece, SavedFile, SavedTen
 from ringcomm.zero.checkpoint.pretrained import WeightFiles
 from tests.proof.fuzz.mutations import SCALE
 
-# Bytes of memory for each byte of the input, by reader, and for all of them beside that.
+# Most bytes of memory per byte of the input, by reader, and a constant for all readers.
 MOST_PER_BYTE = {
     "JSON": 100,
     "handles at a rendezvous": 100,
@@ -53,14 +53,14 @@ MOST_PER_BYTE = {
     "DeepSpeed's configurations": 150,
 }
 CONSTANT = 2 << 20
-# Readers that are called by others leave the last two to them.
+# Readers that other readers call do not turn the last two into a RingcommError.
 REFUSALS = (RingcommError, ValueError, RecursionError)
 SIZES = (100, 400) if SCALE == 1 else (400, 1600)
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "security.md"
 
 
 class Case(NamedTuple):
-    """A shape of inputs of a reader."""
+    """One shape of input for a reader."""
 
     reader: str
     name: str
@@ -92,7 +92,7 @@ def nested(depth: int) -> Any:
 
 
 def shapes(reader: str, wrap: Callable[[Any], Any], read: Callable[..., Any]) -> list[Case]:
-    """All shapes of JSON in one place of a reader's input."""
+    """Returns all shapes of JSON at one place of a reader's input."""
     return [
         Case(reader, name, lambda n, made=made: text(wrap(made(n))), read)  # type: ignore[misc]
         for name, made in JSON.items()
@@ -145,7 +145,7 @@ MANIFESTS: dict[str, Callable[[int], bytes]] = {
     "pieces in a row": lambda n: manifest(
         n, **FILE, tensors={"w": tensor([piece([at], [1]) for at in range(n)], [n])}
     ),
-    # All of one kind are open at once along each dimension.
+    # Along each dimension, pieces of one kind are all open at once.
     "rows and columns": lambda n: manifest(
         n,
         **FILE,
@@ -376,7 +376,7 @@ CASES: list[Case] = [
         )
         for body in PICKLES
     ),
-    # A third of the items: each has many bytes, and many lines read it.
+    # A third of the items, since each item has many bytes and takes many lines to read.
     *(
         Case(reader, name, lambda n, made=made: made(n // 3), read)  # type: ignore[misc]
         for reader, read, some in (
@@ -401,7 +401,7 @@ CASES: list[Case] = [
 
 @contextlib.contextmanager
 def lines_counted() -> Iterator[list[int]]:
-    """Counts the lines of Python that run inside."""
+    """Inside, counts the lines of Python that run."""
     counted = [0]
 
     def local(frame: Any, event: str, arg: Any) -> Any:
@@ -417,7 +417,7 @@ def lines_counted() -> Iterator[list[int]]:
 
 
 def cost(case: Case, size: int, folder: Path) -> tuple[int, int, int]:
-    """Bytes of an input, and the memory and lines that it takes."""
+    """Returns the bytes of an input, the memory and the number of lines that reading it takes."""
     raw = case.made(size)
     with contextlib.suppress(*REFUSALS):  # imports, and fills caches
         case.read(raw, folder)
@@ -437,7 +437,7 @@ def cost(case: Case, size: int, folder: Path) -> tuple[int, int, int]:
 def test_inputs_cost_in_proportion_to_their_bytes(case, tmp_path):
     (small, _, few), (large, peak, many) = (cost(case, size, tmp_path) for size in SIZES)
     assert peak < CONSTANT + MOST_PER_BYTE[case.reader] * large
-    # Twice as much as in proportion leaves room for logarithms, and none for squares.
+    # A factor of 2 beyond proportional work allows logarithms, but no squares.
     assert many < 5000 + 2 * few * max(1.0, large / small)
 
 

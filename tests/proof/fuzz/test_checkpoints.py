@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints changed by their structure: what they say is refused, or taken over whole.
+"""Checkpoints with changed structure are either refused or loaded as a whole.
 
-Manifests are changed as trees and pickles as programs, both with right checksums. Nothing else
-than a CheckpointError or an UnsupportedError comes of it, and a refused load has changed nothing.
+Manifests are changed as trees and pickles as programs, both with right checksums. Only a
+CheckpointError or an UnsupportedError may be raised, and a refused load must not change anything.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEEPSPEED = Path(__file__).resolve().parents[2] / "extras" / "migrate" / "deepsp
 
 
 class Extra(nn.Linear):
-    """A layer with extra state of JSON data and a tensor."""
+    """A layer whose extra state consists of JSON data and a tensor."""
 
     def get_extra_state(self) -> Any:
         return {"seen": [1, 2], "history": torch.ones(2)}
@@ -70,7 +70,7 @@ def trained(comm: Any, stage: int, make: Callable[[Any], Any]) -> tuple[nn.Modul
 
 
 def state_of(module: nn.Module, optimizer: Any) -> list[Any]:
-    """All that a load may change, as values that can be compared."""
+    """Returns everything that a load may change, as values that can be compared."""
     weights = str(zero.full_state_dict(module))
     told = optimizer.full_state_dict()
     groups = [
@@ -162,7 +162,7 @@ ODD = (
 
 
 def changed_program(raw: bytes, chance: Random) -> bytes:
-    """A pickle with one to four instructions removed, doubled, exchanged, replaced or added."""
+    """Returns a pickle with 1 to 4 instructions removed, doubled, swapped, replaced or added."""
     program = pieces_of(raw)
     for _ in range(chance.randint(1, 4)):
         at, other = chance.randrange(len(program)), chance.randrange(len(program))
@@ -184,7 +184,7 @@ def changed_program(raw: bytes, chance: Random) -> bytes:
 
 
 def changed_archive(raw: bytes, chance: Random) -> bytes:
-    """An archive with another pickle, or another directory."""
+    """Returns an archive with another pickle or another directory."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(out, "w") as new:
         for member in old.infolist():
@@ -204,7 +204,7 @@ def changed_archive(raw: bytes, chance: Random) -> bytes:
 
 
 def folders(root: Path) -> Iterator[Path]:
-    """Sound checkpoints of all kinds that ``convert()`` reads."""
+    """Yields sound checkpoints of all kinds that ``convert()`` reads."""
     with zipfile.ZipFile(DEEPSPEED) as packed:
         packed.extractall(root)
     yield from (each / "global_step3" for each in sorted(root.iterdir()) if each.is_dir())
@@ -231,14 +231,14 @@ def folders(root: Path) -> Iterator[Path]:
 
 
 def change_one(folder: Path, chance: Random) -> dict[Path, bytes]:
-    """Returns by path the files of a folder that change."""
+    """Changes one file of a folder; returns the new contents of changed files by path."""
     path = chance.choice([path for path in folder.iterdir() if path.name != "latest"])
     raw = path.read_bytes()
     if path.name == ".metadata":
         return {path: changed_program(raw, chance)}
     if path.suffix == ".pt":
         return {path: changed_archive(raw, chance)}
-    # Another archive for a chunk, behind all others, and metadata that say so.
+    # Appends a changed archive for one chunk to the file, and updates the metadata.
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     info = chance.choice(list(metadata.storage_data.values()))
     part = changed_archive(raw[info.offset : info.offset + info.length], chance)

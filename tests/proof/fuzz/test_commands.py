@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command lines and environment variables: a usage error or a told one, never a traceback."""
+"""Junk in command lines and the environment: a usage error or a RingcommError, no traceback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.compiles
 
 
 class Started(BaseException):
-    """The options were accepted: a real run would begin here."""
+    """Raised where a real run would begin: the options were accepted."""
 
 
 VALUES = (
@@ -56,7 +56,7 @@ OPTIONS = {
     "report": ("--pid", "--output", "--title", "trace.json", "pipe"),
     "bench": ("-b", "-e", "-g", "--ranks", "--json", "all_reduce"),
 }  # fmt: skip
-# With these a command gets past its parser.
+# Words with which a command accepts its command line.
 SOUND = {
     "estimate": ["memory", "--params", "1e6", "--world", "2"],
     "report": ["trace.json"],
@@ -67,7 +67,7 @@ SOUND = {
 def arguments(command: str, chance: Random) -> list[str]:
     words = list(SOUND.get(command, [])) if chance.random() < 0.7 else []
     for _ in range(chance.randint(0, 4)):
-        # To write into a pipe that nobody reads waits for a reader, as with any program.
+        # Opening a pipe for writing would wait for a reader, as with any program.
         taken = {"pipe"} if words and words[-1] == "--output" else set()
         words.append(chance.choice([each for each in OPTIONS[command] if each not in taken]))
         if chance.random() < 0.8:
@@ -77,7 +77,7 @@ def arguments(command: str, chance: Random) -> list[str]:
 
 @pytest.fixture
 def nothing_starts(monkeypatch, tmp_path):
-    """In a folder with a trace, and a pipe that nobody writes into."""
+    """Runs the test in a folder with a trace, and a pipe that nobody writes into."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     with ringcomm.local_world(1) as world:
@@ -98,7 +98,7 @@ def nothing_starts(monkeypatch, tmp_path):
 
 
 def told(call, *args) -> str:
-    """Returns how a command line ended; an exception that is no such end fails the test."""
+    """Returns how a command line ended; any unexpected exception fails the test."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -175,7 +175,7 @@ def test_variables_of_launchers():
             continue
         read += 1
         assert 0 <= launched.rank < launched.world_size
-        # A master is looked up in the process's own environment.
+        # The launcher's master is looked up in this process's environment.
         if launched.local_world_size != launched.world_size and not launched.has_master:
             with pytest.raises(RingcommError):
                 launched.store(0.1)

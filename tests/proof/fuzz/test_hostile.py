@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Junk from a peer, under AddressSanitizer and UBSan; without each check it must be noticed.
+"""Junk from a peer under AddressSanitizer and UBSan, which must notice each missing check.
 
-``make fuzz`` runs more of it: ``RINGCOMM_FUZZ`` multiplies the cases.
+``make fuzz`` runs more cases: ``RINGCOMM_FUZZ`` multiplies their number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SOURCES = [
 ]
 MORE = int(os.environ.get("RINGCOMM_FUZZ", "1"))
 CASES = 800 * MORE
-# A run ends with the first case that finds its mutant: some need thousands.
+# A run ends with the first case that shows its mutant; some mutants need thousands of cases.
 CASES_FOR_MUTANTS = 20_000
 MESSENGER, DESCRIBE = "host/messenger.cpp", "host/describe.cpp"
 COMM, VIEW = "host/comm.cpp", "include/ringcomm/protocol/view.h"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Junk from a store, a file or a peer is an error of ringcomm, and nothing else."""
+"""Junk from a store, a file or a peer raises an error of ringcomm, and no other exception."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def handle(core: _native.Comm) -> dict[str, Any]:
 def refuses_only_with(
     kinds: tuple[type[Exception], ...], read: Callable[[], object], longest: int = 50_000
 ) -> bool:
-    """Tells whether ``read`` refused; any other exception than ``kinds`` fails the test."""
+    """Tells whether ``read`` refused the input; an exception not of ``kinds`` fails the test."""
     try:
         read()
     except kinds as error:
@@ -118,13 +118,13 @@ def test_handles_of_devices(core):
 
 
 def test_a_rendezvous(core):
-    """All of it: the rank that reads junk ends with an error, at once."""
+    """Tests a whole rendezvous: the rank that reads junk raises an error at once."""
     chance, sound = Random(13), handle(core)
     for _ in range(60 * SCALE):
         store = HashStore()
         text = text_of(sound, chance)
         if b"\x00" in text:
-            continue  # HashStore's keys and values are C++ strings; a TCPStore's carry any byte
+            continue  # HashStore holds C++ strings; only a TCPStore can hold any byte
         store.set("ringcomm/world/attempt0/1/heap/1", text.decode("latin-1"))
         ready = text_of({"version": 1, "saw": ["0" * 16, "1" * 16]}, chance).decode("latin-1")
         store.set("ringcomm/world/attempt0/1/ready/1", ready)
@@ -190,7 +190,7 @@ OF_RUNS: tuple[dict[str, Any], ...] = (
 
 
 def test_files_of_reports(tmp_path):
-    """What is taken becomes a page: no number or text that was read stops it."""
+    """A file that is accepted becomes a page: no number or text in it makes page() fail."""
     chance, path = Random(19), tmp_path / "run.json"
 
     def made() -> None:
@@ -284,7 +284,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 def test_manifests(checkpoint):
-    """With a checksum that is right: what is left to refuse is what the manifest says."""
+    """The checksum is right, so only the manifest's contents can be refused."""
     chance = Random(17)
     path = checkpoint / MANIFEST
     sound = json.loads(path.read_text())

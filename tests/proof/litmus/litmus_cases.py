@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The litmus tests of the protocol: skeletons of what its functions store and load, in which order.
+"""The litmus tests of the protocol: the ordered loads and stores of its functions, as programs.
 
-The mutants weaken one operation each. The functions' own operations stand in outlines.txt;
-test_outlines.py compares them with the sources and with the programs here.
+Each mutant weakens one operation. outlines.txt lists the functions' operations; test_outlines.py
+compares these lists with the sources and with the programs here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RACE, STUCK, WRONG = "a data race", "waits for good", "a wrong value"
 
 @dataclass(frozen=True)
 class Weakened:
-    """A mutant: operation ``at`` of thread ``thread`` becomes ``op``, or is missing."""
+    """A mutant: operation ``at`` of thread ``thread`` is replaced by ``op``, or removed."""
 
     thread: int
     at: int
@@ -46,9 +46,9 @@ class Weakened:
 
 @dataclass(frozen=True)
 class Litmus:
-    """``right``: of the registers of all threads together, by name.
+    """``right``: the condition on the registers of all threads, by name.
 
-    ``code``: by thread, the functions for which its program stands, one after the other.
+    ``code``: by thread, the functions that its program models, one after the other.
     """
 
     code: Sequence[Sequence[str]]
@@ -57,7 +57,7 @@ class Litmus:
     mutants: Mapping[str, Weakened] = field(default_factory=dict)
 
 
-# An item: data, then `ready`; the reader's next item must not overwrite it before `consumed`.
+# An item: data, then `ready`; the next item's store must wait until the reader sets `consumed`.
 STREAM = Litmus(
     [["publish", "await_alone", "publish"], ["await_alone", "acknowledge", "await_alone"]],
     [
@@ -87,8 +87,8 @@ STREAM = Litmus(
     },
 )
 
-# The lanes of two teams: one lane stores and another publishes, one awaits and another loads. What
-# stands for team.sync() is a release and an acquire.
+# The lanes of two teams: one lane stores and another publishes, one awaits and another loads. A
+# release and an acquire model team.sync().
 TEAMS = Litmus(
     [["send"], ["send"], ["await"], ["await"]],
     [
@@ -106,8 +106,8 @@ TEAMS = Litmus(
     },
 )
 
-# Zero copy around the ring of acknowledgements: what a third rank did before it told the second is
-# seen by the first, that only heard from the second.
+# Zero copy over a ring of acknowledgements: the first rank sees the third rank's stores, of which
+# only the second rank has told it.
 CHAIN = Litmus(
     [["publish"], ["await_alone", "publish"], ["await_alone"]],
     [
@@ -122,7 +122,7 @@ CHAIN = Litmus(
     },
 )
 
-# Two lanes fail at once; a peer reads the record of the one that claimed it.
+# Two lanes fail at once; a peer reads the record of the lane that claimed it.
 FAULT = Litmus(
     [["fail"], ["give_up"], ["aborted"]],
     [
@@ -148,7 +148,7 @@ FAULT = Litmus(
     },
 )
 
-# The peer's last store into a region, then its detach word; the owner gives the memory to another.
+# The peer stores into a region, then sets its detach word; the owner then reuses the memory.
 DETACH = Litmus(
     [["Comm::detach"], ["RetiredRegions::free_of_peers"]],
     [
@@ -168,7 +168,8 @@ DETACH = Litmus(
     },
 )
 
-# NOTE [signals]: of two fenced store-then-load sequences at least one sees the other's store.
+# NOTE [signals]: of two store-then-load sequences with fences, at least one load sees the other
+# sequence's store.
 SLEEP = Litmus(
     [["Waiter::pause"], ["publish"]],
     [
@@ -196,8 +197,8 @@ SLEEP = Litmus(
     },
 )
 
-# A sender that gives up raises its abort word, and its user changes the buffer. The reader's last
-# look at the word tells whether what it read before was what the sender meant: 1.
+# A sender that gives up raises its abort word, and its user then changes the buffer. The reader
+# looks at the word after its reads: the value 1 tells that the data may be wrong.
 BUFFER = Litmus(
     [["raise_fault"], ["verify_peer_buffers"]],
     [
@@ -211,7 +212,8 @@ BUFFER = Litmus(
     },
 )
 
-# The same of a sender whose other thread has the fault record: it waits for the abort word.
+# As BUFFER, but another thread of the sender has the fault record, and the sender waits for the
+# abort word.
 CLAIM = Litmus(
     [["fail"], ["claim_fault", "await_raised"], ["verify_peer_buffers"]],
     [
@@ -238,7 +240,7 @@ CLAIM = Litmus(
     },
 )
 
-# The same, but the other thread stops before it raises the word: this thread raises it, to 2.
+# As CLAIM, but the other thread stops before it raises the word, so this thread raises it, to 2.
 STOPPED_OWNER = Litmus(
     [["claim_fault"], ["claim_fault", "await_raised"], ["verify_peer_buffers"]],
     [
@@ -260,7 +262,7 @@ STOPPED_OWNER = Litmus(
     },
 )
 
-# And if the other thread goes on later, nobody reads the record before it is complete.
+# As STOPPED_OWNER, but the other thread continues later: nobody reads its incomplete record.
 LATE_OWNER = Litmus(
     [["fail"], ["claim_fault", "await_raised"], ["Comm::faulted"]],
     [
@@ -284,9 +286,9 @@ LATE_OWNER = Litmus(
     },
 )
 
-# 8 bytes hold payload and flag; a set is used again two calls later, after the peer's packets of
-# the call between. The end of a kernel orders, as a fence does. (That an answer is not stored
-# before what it answers was loaded is load buffering, which the machine leaves out.)
+# 8 bytes hold payload and flag. A set is used again two calls later, after the peer's packets of
+# the call in between. The end of a kernel orders like a fence. (An answer is never stored before
+# the load that it answers; the opposite is load buffering, which the machine leaves out.)
 LL = Litmus(
     [["send_payload", "await_packets", "send_payload"], ["await_packets", "send_payload"]],
     [

@@ -43,7 +43,7 @@ def exchange_acq_rel_sys(register: str, location: Location, value: int) -> Op:
 
 
 def exchange_relaxed(register: str, location: Location, value: int) -> Op:
-    """Operations that no header has, for mutants."""
+    """For mutants: an exchange that no header defines."""
     return Op("exchange", location, value, "relaxed", register)
 
 
@@ -76,12 +76,12 @@ def write(location: Location, value: int) -> Op:
 
 
 def peek(register: str, location: Location) -> Op:
-    """A load of data that may change under it, as a reader that checks afterwards makes it."""
+    """A load of data that may change meanwhile, by a reader that checks afterwards."""
     return load_relaxed_sys(register, location)
 
 
 def futex_wait(location: Location, seen: int) -> Op:
-    """Sleeps until woken, unless the word is not ``seen``; the kernel looks under a lock."""
+    """Sleeps until woken if the word equals ``seen``, which the kernel checks under a lock."""
     return Op("sleep", location, seen)
 
 

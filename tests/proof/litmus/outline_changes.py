@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of the sources that their outlines must notice; x86, naps and luck forgive most."""
+"""Changes of the sources that the outlines must notice; tests on x86 rarely show such mistakes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WAITER, RECORD, WORDS = "host/waiter.cpp", "tl/waiting.py", "tl/words.py"
 
 @dataclass(frozen=True)
 class Change:
-    """In a file's text; `case`: of the litmus tests, whose program it contradicts."""
+    """A change of a function's text; `case`: the litmus test whose program contradicts it."""
 
     file: str
     function: str

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outline of a function: what it does to memory that others see.
+"""Makes a function's outline: its operations on memory that other threads see.
 
-An outline is the function's text without comments, in order, as far as it touches such memory,
-calls what does, or decides whether it gets there: calls of the names in WATCHED, the pointers that
-they are given, conditions, loops and jumps.
+An outline is the function's text without comments, in order, as far as it concerns such memory:
+calls of the names in WATCHED with their pointer arguments, and the conditions, loops and jumps on
+the way to them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-# Beside all that ends in _sys: what orders memory or wakes, and what stores before or after it.
+# Names, besides those that end in _sys, that order memory, wake, or store before or after that.
 WATCHED = re.compile(
     r"\b(?:\w+_sys|__atomic_\w+|atomic_\w+|sync|share|debug_barrier|futex|syscall|nanosleep|wake"
     r"|sleep_on_any|sleep_flag_at|word_at|publish|acknowledge|await|await_alone|await_slowly"
@@ -29,7 +29,7 @@ _POINTER = re.compile(r"[\w>]\s*\*+\s*(?:const\s+)?(\w+)\s*=[^=]")
 
 
 def _closing(text: str, at: int) -> int:
-    """Behind the bracket that closes the one at ``at``."""
+    """Returns the position behind the bracket that closes the bracket at ``at``."""
     depth = 0
     for position in range(at, len(text)):
         depth += {"(": 1, "{": 1, ")": -1, "}": -1}.get(text[position], 0)
@@ -39,15 +39,15 @@ def _closing(text: str, at: int) -> int:
 
 
 def code_of(source: str) -> str:
-    """Without comments, strings and preprocessor directives."""
+    """Returns the source without comments, strings and preprocessor directives."""
     return _NO_CODE.sub("", source)
 
 
 def body_of(source: str, function: str) -> str:
-    """Code between the braces of the one definition of ``function``.
+    """Returns the code between the braces of the only definition of ``function``.
 
     Raises:
-        AssertionError: there is none, or there are several.
+        AssertionError: there is no definition, or there are several.
     """
     source, bodies = code_of(source), []
     for found in re.finditer(rf"(?<![\w~:.>]){re.escape(function)}(?=\()", source):
@@ -60,9 +60,9 @@ def body_of(source: str, function: str) -> str:
 
 
 def _statements(body: str) -> Iterator[tuple[int, str]]:
-    """Depth of the block, and a statement on one line; a head without a block goes before it."""
+    """Yields block depth and statement, one per line; first any head without a block."""
     body, at, begin, depth = re.sub(r"\s+", " ", body), 0, 0, 0
-    heads_only = True  # so far in this statement
+    heads_only = True  # only loop and condition heads so far in this statement
     while at < len(body):
         head = _HEAD.match(body, at) if heads_only else None
         if head:
@@ -100,7 +100,7 @@ def outline(source: str, function: str) -> list[str]:
 
 
 def outline_of_triton(source: str, function: str) -> list[str]:
-    """Returns that of a function in Python: non-atomic accesses count, addresses are kept."""
+    """Returns the outline of a Python function, with non-atomic accesses and with addresses."""
     found = [
         node
         for node in ast.walk(ast.parse(source))

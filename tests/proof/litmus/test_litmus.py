@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each pair of release and acquire of the protocol alone, in every execution that C++ allows.
+"""Runs each release-acquire pair of the protocol alone, in every execution that C++ allows.
 
-The mutants of litmus_cases.py must be found. What the machine cannot know, that the sources do what
-the skeletons say, test_outlines.py compares, and
-test_the_headers_spell_the_orders_that_their_names_say() sees to the names.
+The tests must find the mutants of litmus_cases.py. The machine cannot know whether the sources do
+what the programs say: test_outlines.py compares them, and
+test_the_headers_spell_the_orders_that_their_names_say() checks the names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KERNELS = Path(__file__).resolve().parents[3] / "kernels"
 
 
 def verdict(programs: Sequence[Program], right: Callable[[Registers], bool]) -> str:
-    """Returns what goes wrong in some execution, or the empty text."""
+    """Returns the failure of some execution, or the empty text."""
     try:
         outcomes = Machine(programs).outcomes()
     except DataRace:
@@ -76,7 +76,7 @@ def test_the_headers_spell_the_orders_that_their_names_say():
     }
 
 
-# What the machine itself must and must not do: the litmus tests of the literature, with what C++20
+# Tests of the machine itself: the litmus tests of the literature, with the outcomes that C++20
 # allows (Lahav et al., "Repairing sequential consistency in C/C++11", PLDI 2017).
 def _both_zero(r: Registers) -> bool:
     return r["a"] == r["b"] == 0
@@ -103,7 +103,7 @@ TWICE_TAKEN = [
 
 
 def _fenced(programs: Sequence[Program]) -> list[Program]:
-    """With a sequentially consistent fence between any two operations."""
+    """Returns the programs with a sequentially consistent fence after each operation."""
     return [[each for op in program for each in (op, fence_seq_cst_sys())] for program in programs]
 
 

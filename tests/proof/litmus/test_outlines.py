@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The litmus tests are about the code as it is.
+"""The litmus tests model the current code.
 
-outlines.txt has what each function does to memory that others see (source_outline.py), and must
-agree with the sources: where this fails, look at the litmus tests of the function (litmus_cases.py)
-and at its model (tests/proof/model) again, and then write its new outline there. The programs of
-the litmus tests must be found in the outlines of the functions for which they stand.
+outlines.txt lists each function's operations on memory that other threads see (source_outline.py),
+and must agree with the sources. If this test fails, review the function's litmus tests
+(litmus_cases.py) and its model (tests/proof/model), and then write its new outline into
+outlines.txt. The outlines of the functions must contain the programs of their litmus tests.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_a_changed_comment_is_not():
 # ---- the programs of the litmus tests ----------------------------------------------------------
 
 OPERATION = re.compile(r"\b(\w+_sys)(?=\()|\b(FUTEX_WA(?:IT|KE))\b|\b([\w:.]+)(?=\()")
-# How calls lead on where the name is not that of the outline.
+# The outline that a call leads to, for calls by another name than the outline's.
 LEADS_TO = {
     "team.wake": "Waiter::wake",
     "progress": "Messenger::progress_receives",
@@ -78,17 +78,17 @@ LEADS_TO = {
     ".fence_as_sleeper": "Waiter::fence_as_sleeper",
     "team.fence_as_writer": "Waiter::fence_as_writer",
 }
-# These lead on to the end of a wait without success, which is no part of a program.
+# These calls lead to the end of an unsuccessful wait, which is not part of a program.
 ASIDE = {"await_slowly", "give_up", "fail"}
 WORDS_BY_NAME = {"ready", "consumed", "aborted", "claimed", "detached", "sleeping"}
-# What a user or a kernel's end does, and the data themselves.
+# Locations that a user, a kernel's end or the data themselves access.
 NOT_OURS = {"buffer", "slot", "data", "record", "region"}
-Step = tuple[str, str]  # operation, and its word where the text says it
+Step = tuple[str, str]  # operation, and its word if the text names one
 Outlines = Mapping[FunctionName, Sequence[str]]
 
 
 def word_of(argument: str, lines: Sequence[str]) -> str:
-    """The member that a pointer points to, or the empty text."""
+    """Returns the member to which a pointer points, or the empty text."""
     if re.fullmatch(r"\w+", argument):
         given = [line for line in lines if re.search(rf"\* ?(?:const )?{argument} = ", line)]
         argument = given[0] if given else argument
@@ -97,7 +97,7 @@ def word_of(argument: str, lines: Sequence[str]) -> str:
 
 
 def steps_of(function: str, outlines: Outlines) -> Iterator[Step]:
-    """Every operation of a function in C++, those of what it calls in their places."""
+    """Yields every operation of a C++ function, with those of called functions in their places."""
     by_name = {name: lines for (file, name), lines in outlines.items() if file[:2] != "tl"}
     members = {name.partition("::")[2]: name for name in by_name if "Messenger::" in name}
     lines = by_name[function]
@@ -116,7 +116,7 @@ def steps_of(function: str, outlines: Outlines) -> Iterator[Step]:
 
 
 def steps_like(op: Op) -> tuple[set[str], str]:
-    """The names that an operation of a program has in the sources, and its word."""
+    """Returns the names of a program's operation in the sources, and its word."""
     word = op.location.split(" ")[0]
     if op.location.endswith("team's sync"):
         return {"sync"}, ""
@@ -124,7 +124,7 @@ def steps_like(op: Op) -> tuple[set[str], str]:
     if kind.startswith("FUTEX"):
         return {kind}, ""
     names = {f"{kind}_{op.order}_sys"}
-    if op.order == "relaxed":  # what holds without order holds with it
+    if op.order == "relaxed":  # what holds without an order also holds with one
         names |= {f"{kind}_ll_packet_sys", f"{kind}_acquire_sys", f"{kind}_release_sys"}
     return names, word if word in WORDS_BY_NAME else ""
 
@@ -167,7 +167,7 @@ ORDERED = re.compile(r"\b(?:load_acquire|store_release|exchange_\w+|fence_\w+)_s
 
 
 def left_out(outlines: Outlines) -> dict[str, int]:
-    """By file of the host or the templates: ordered operations that stand in no outline."""
+    """Returns the number of ordered operations outside of all outlines, by file of kernels/."""
     missing = {}
     for path in [*(KERNELS / "include").rglob("*.h"), *(KERNELS / "host").glob("*.*")]:
         file = str(path.relative_to(KERNELS))

@@ -4,9 +4,9 @@
 The machine of views of Kang et al., "A promising semantics for relaxed-memory concurrency" (POPL
 2017), without promises: memory keeps every message that was ever stored to a location, in its
 modification order, and a thread may read any that its view has not passed. Acquire, release and
-fences move views along. That shows each reordering which C++ allows but one: a load that reads from
-a store behind it in program order (load buffering), which no compiler or machine does where the
-store depends on the load, as all of ours do.
+fences move views along. The machine shows every reordering that C++ allows but one: load buffering,
+where a load reads from a store that is later in program order. No compiler or machine does this if
+the store depends on the load, as all stores here do.
 
 Non-atomic accesses are checked for data races: an access that the thread's view does not order
 behind every other access that conflicts with it.
@@ -29,7 +29,7 @@ BUCKET = "futex bucket"
 
 @dataclass(frozen=True)
 class Message:
-    """A value stored to a location; ``glued``: by a read-modify-write of the message before it."""
+    """A stored value; ``glued``: stored by a read-modify-write of the previous message."""
 
     id: Id
     value: int
@@ -40,9 +40,9 @@ class Message:
 @dataclass(frozen=True)
 class Thread:
     pc: int = 0
-    now: View = ()  # what it has seen
-    on_acquire: View = ()  # what it will have seen after an acquire fence
-    at_release: View = ()  # what it had seen at its last release fence
+    now: View = ()  # the messages that it has seen
+    on_acquire: View = ()  # the messages that it will have seen after an acquire fence
+    at_release: View = ()  # the messages that it had seen at its last release fence
     registers: tuple[tuple[str, int], ...] = ()
     asleep_on: Location = ""
 
@@ -51,11 +51,11 @@ class Thread:
 class State:
     memory: tuple[tuple[Location, tuple[Message, ...]], ...]
     threads: tuple[Thread, ...]
-    fences: View = ()  # what the sequentially consistent fences have seen so far
+    fences: View = ()  # the messages that the sequentially consistent fences have seen so far
 
 
 class DataRace(AssertionError):
-    """Two non-atomic accesses, at least one of them a store, that nothing orders."""
+    """Two non-atomic accesses, at least one of them a store, are not ordered."""
 
 
 class Machine:
@@ -65,7 +65,7 @@ class Machine:
         self.programs = programs
 
     def outcomes(self) -> set[tuple[tuple[tuple[str, int], ...] | None, ...]]:
-        """By thread: its registers, or None where it waits or sleeps for good.
+        """Returns each thread's registers, or None if the thread waits or sleeps forever.
 
         Raises:
             DataRace: some execution has one.
@@ -218,7 +218,7 @@ class _World:
                 raise DataRace(f"thread {self.number} {kind} {self.op.location} unordered")
 
     def _reads(self, location: Location) -> list[Location]:
-        """Locations that stand for each thread's reads of this one."""
+        """Returns locations that represent each thread's reads of this location."""
         return [f"reads of {location} by {t}" for t in range(len(self.state.threads))]
 
     def read(self) -> Iterator[State]:
@@ -238,7 +238,7 @@ class _World:
     # ---- sleeping -----------------------------------------------------------------------------
 
     def _locked(self) -> Thread:
-        """The thread inside the kernel's lock of the word, which orders those who take it."""
+        """Returns the thread inside the kernel's lock, which orders the threads that take it."""
         bucket = self.messages(BUCKET)
         now = self.join(self.thread.now, bucket[-1].view)
         self.insert(BUCKET, len(bucket), Message(self.id, 0, now))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bounds of each model's exploration, and the mistakes that must be found, where they show."""
+"""The bounds of each model's exploration, and the mutants that must be found, with their bounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def model(source: str, world: int, defines: str, epochs: int = 4) -> Model:
     return Model(source, world, tuple(defines.split()), epochs)
 
 
-EVERY_KIND = "KINDS=127"  # of one_shot.pml
+EVERY_KIND = "KINDS=127"  # of one_shot.pml: all seven kinds of call
 # What make test explores.
 RIGHT: dict[str, Model] = {
     "one-shot, two segments": model("one_shot.pml", 2, f"START=2 SEGMENTS=2 CALLS=2 {EVERY_KIND}"),
@@ -31,7 +31,7 @@ RIGHT: dict[str, Model] = {
     "lent buffers": model("lend.pml", 2, ""),
     "regions": model("retired.pml", 2, "COMMUNICATORS=3 FAULTS=2"),
 }
-# And what make model-check explores, too.
+# The further bounds that make model-check explores.
 LARGE: dict[str, Model] = {
     "ring, faults of two calls": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=2 FAULTS=2"),
     "one-shot, three calls of two segments": model(
@@ -73,12 +73,13 @@ LARGE: dict[str, Model] = {
     "regions, three communicators": model("retired.pml", 3, "COMMUNICATORS=3 FAULTS=1"),
     "regions, four ranks": model("retired.pml", 4, "COMMUNICATORS=2"),
 }
-# The smallest bounds that show a mistake. With 4 epochs a sender that does not wait comes around.
+# The smallest bounds that show a mistake. With 4 epochs, the epochs of a sender that does not wait
+# would wrap around.
 PAIR = model("one_shot.pml", 2, "START=6 SEGMENTS=3 CALLS=2 KINDS=1", epochs=8)
 LENT = model("one_shot.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=3 LEND")
 IN_PLACE = model("one_shot.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=4 LEND")
 FAULTY = model("one_shot.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=1 LEND FAULTS=1")
-# A broadcast before or behind an all-reduce in one hop, on the same stream.
+# A broadcast before or after an all-reduce in one hop, on the same stream.
 ONE_HOP = model("one_shot.pml", 2, "START=6 SEGMENTS=3 CALLS=2 KINDS=80", epochs=8)
 SHARED = model("one_shot.pml", 3, "START=6 SEGMENTS=3 CALLS=1 KINDS=2", epochs=8)
 RING = model("ring.pml", 3, "START=6 SEGMENTS=2 CALLS=2", epochs=8)
@@ -91,8 +92,8 @@ SLEEP_FOR_ALL = model("sleep.pml", 2, "START=2 ITEMS=3 FENCES_FOR_ALL")
 LEND = model("lend.pml", 2, "")
 REGIONS = model("retired.pml", 2, "COMMUNICATORS=3 FAULTS=1")
 
-# What is wrong, where it shows, and the error that it must be: of each model and each kind of error
-# one, beside those that mistakes in the headers make (test_model_check.py).
+# The mistake, the bounds that show it, and the expected error: one per model and kind of error,
+# besides those that mistakes in the headers cause (test_model_check.py).
 SAMPLE: list[tuple[Model, str, str]] = [
     (SHARED, "MUTANT_ONE_READER_AWAITED", "assertion"),
     (LENT, "MUTANT_BUFFER_RETURNED_EARLY", "assertion"),

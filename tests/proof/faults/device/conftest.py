@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each test runs on an emulated device, and with ``-m gpu`` on a real one."""
+"""Each test runs on an emulated device, and with ``-m gpu`` on a real device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def rig(kind: str) -> Iterator[Rig]:
-    """A device; what was allocated there must be gone after the test."""
+    """A device; a test must free all memory that it allocates there."""
     made = Rig(kind)
     yield made
     made.close()
@@ -40,7 +40,7 @@ def rig(kind: str) -> Iterator[Rig]:
 
 @pytest.fixture
 def emulated() -> Iterator[Rigs]:
-    """``emulated(**knobs)`` is an emulated device with the runtime's own settings."""
+    """``emulated(**knobs)`` returns an emulated device with its own settings of the runtime."""
     _check("emulated")
     made: list[Rig] = []
 

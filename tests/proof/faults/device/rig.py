@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that a test of this folder runs on: an emulated one, or a real one."""
+"""The device on which a test of this folder runs: an emulated one or a real one."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ringcomm.memory.device_heap import close_heaps
 from tests.support.emulator import EmulatedRuntime
 
 DEVICE = "cuda:0"
-# Longer than a test may take, so that no deadline stands in for what is tested.
+# Longer than a test may take, so that no deadline hides a missing reaction.
 LONG_S = 60.0
-# How soon what needs no deadline must be reported, on a busy machine.
+# Limit for the report of an error that needs no deadline, on a busy machine.
 SOON_S = 20.0
 HEAP_BYTES = 16 << 20
-# Small, so that a few kilobytes go through several channels and many segments.
+# Small buffers, so that a few kilobytes use several channels and many segments.
 OPTIONS = CommOptions(segment_bytes=4096, channels=2, ll_bytes=1024, copy_engine_bytes=8192)
 POLL_S = 0.002
 
 
 class Rig:
-    """A device and what tests do there; worlds that they build are closed with it."""
+    """A device and the tests' actions on it; closing it closes the worlds that it built."""
 
     def __init__(self, kind: str, **knobs: Any) -> None:
         self.kind = kind
@@ -56,7 +56,7 @@ class Rig:
         return self.kind == "emulated"
 
     def world(self, n: int = 2, timeout: float = LONG_S, options: CommOptions = OPTIONS) -> Any:
-        """``n`` ranks of this process, whose calls have ``timeout``; the rendezvous has longer."""
+        """Returns ``n`` ranks of this process with ``timeout`` for calls; rendezvous has longer."""
         made: Callable[..., LocalWorld] = ringcomm.local_world
         world = made(n, device=DEVICE, timeout=LONG_S, options=options, heap_bytes=HEAP_BYTES)
         for each in world:
@@ -65,7 +65,7 @@ class Rig:
         return world
 
     def forget(self) -> None:
-        """Leaves the worlds that were built to the test."""
+        """Does not close the worlds built so far any more: the test does."""
         self._worlds.clear()
 
     def connect(
@@ -84,7 +84,7 @@ class Rig:
         )
 
     def ordered(self) -> AbstractContextManager[Any]:
-        """Inside, torch's operations are ordered on streams, which the emulator has to arrange."""
+        """Inside, torch's operations follow the order of streams, which the emulator enforces."""
         order: AbstractContextManager[Any] = (
             self.runtime.in_stream_order() if self.emulated else nullcontext()
         )
@@ -92,7 +92,7 @@ class Rig:
 
     @contextmanager
     def capture(self) -> Iterator[Callable[[], None]]:
-        """Inside, the current stream is capturing a graph; the result replays it afterwards."""
+        """Inside, the current stream captures a graph. Yields the function that replays it."""
         if self.emulated:
             with self.runtime.capture() as recorded:
                 yield lambda: self.runtime.replay(recorded)
@@ -141,12 +141,12 @@ def pidfds() -> list[str]:
 
 
 def watchers() -> list[str]:
-    """Threads that watch peers' processes."""
+    """Returns the names of the threads that watch the processes of peers."""
     return [each.name for each in threading.enumerate() if each.name == "ringcomm-watch"]
 
 
 def until(condition: Callable[[], bool], seconds: float = SOON_S) -> None:
-    """Waits for what must happen soon."""
+    """Waits until the condition holds; fails after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -154,7 +154,7 @@ def until(condition: Callable[[], bool], seconds: float = SOON_S) -> None:
 
 
 class Gate:
-    """Holds an emulated stream until it is opened."""
+    """Holds an emulated stream until the gate is opened."""
 
     def __init__(self, rig: Rig, stream: int) -> None:
         self._opened = threading.Event()
@@ -170,7 +170,7 @@ class Gate:
 
 
 def error_of(call: Callable[[], Any], within_s: float = SOON_S) -> ringcomm.RingcommError:
-    """Returns the error that ``call`` raises, in time."""
+    """Returns the error that ``call`` raises; fails if the error comes too late."""
     started = time.monotonic()
     try:
         call()
@@ -181,10 +181,10 @@ def error_of(call: Callable[[], Any], within_s: float = SOON_S) -> ringcomm.Ring
 
 
 def first_error(rig: Rig, comm: Any, call: Callable[[], Any]) -> ringcomm.RingcommError:
-    """Returns the error of ``call`` or of the next ones: a device notices later than the host."""
+    """Returns the error of ``call`` or of a later call: a device notices later than the host."""
 
     def all_of_it() -> None:
-        with rig.ordered():  # also keeps the tensors of the call
+        with rig.ordered():  # also keeps the call's tensors alive
             call()
             while True:
                 rig.synchronize()

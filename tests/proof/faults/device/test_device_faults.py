@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of one process that fail each other: all of them learn it, by rank, and in time."""
+"""Ranks of one process that fail: all other ranks learn the failed rank, and in time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.deadlines
 
 SHORT_S = 0.5
 COUNT = 5000
-# More channels than room for packets with the header of a message of another size.
+# With more channels than there is room for packets next to the header of another message size.
 WIDE = CommOptions(segment_bytes=4096, channels=4, ll_bytes=4096)
 
 
@@ -50,7 +50,7 @@ def outcomes(rig: Rig, world: Any, body: Any) -> list[Any]:
 
 
 def works(rig: Rig, n: int = 2) -> None:
-    """A new world of the same process is whole."""
+    """A new world of the same process works."""
     world = rig.world(n)
     results = outcomes(rig, world, lambda comm: sum_of_ones(rig, comm))
     assert results == [n * 5000.0] * n
@@ -64,7 +64,7 @@ def sum_of_ones(rig: Rig, comm: Any) -> float:
 
 
 def test_an_abort_asks_the_kernels_before_it_copies(emulated: Rigs, monkeypatch: Any) -> None:
-    """A copy may fail, or be queued behind a kernel that only the abort ends."""
+    """abort() tells the kernels before it copies: the copy may fail, or wait for a kernel."""
     rig = emulated()
     world = rig.world(2)
     core = world[0].engine.device_core
@@ -132,7 +132,7 @@ def test_a_rank_that_does_not_come_is_a_timeout(rig: Rig) -> None:
     for error in errors:
         assert "waited 0.5 s" in str(error)
         assert "for rank 1 to make the same call (item 0" in str(error)
-    # On all ranks, also on the one that did not come.
+    # Every rank raises, including the rank that was missing.
     again = outcomes(rig, world, lambda comm: comm.barrier())
     assert all(isinstance(error, AbortedError) for error in again), again
     assert all("for rank 1" in str(error) for error in again)
@@ -141,7 +141,7 @@ def test_a_rank_that_does_not_come_is_a_timeout(rig: Rig) -> None:
 
 
 def test_a_call_that_was_given_up_is_never_launched(rig: Rig) -> None:
-    """A rank that comes too late would otherwise launch it, on memory that was given back."""
+    """A rank that comes too late must not launch the call, whose memory has been freed."""
     world = rig.world(2, timeout=SHORT_S)
     tensors = [rig.full(10, 1.0), rig.full(10, 2.0)]
     late = threading.Event()
@@ -233,7 +233,7 @@ def barrier(rig: Rig, comm: Any) -> None:
 
 
 ALL = ("one_shot", "ring", "ll")
-# Calls of rank 0 and rank 1, and what the message must say of each.
+# Calls of rank 0 and rank 1, and the words that the error must contain about each.
 MISMATCHES: dict[str, tuple[Any, Any, str, str]] = {
     **{
         f"sizes, {how}": (
@@ -281,7 +281,7 @@ MISMATCHES: dict[str, tuple[Any, Any, str, str]] = {
 
 @pytest.mark.parametrize("name", ["broadcast", "reduce"])
 def test_two_roots_are_found_out_by_the_next_call(rig: Rig, name: str) -> None:
-    """Neither reads in its own call what the other sent."""
+    """Neither rank reads the other's data in this call; the next call finds the mismatch."""
     world = rig.world(2)
 
     def body(comm: Any) -> None:
@@ -297,7 +297,7 @@ def test_two_roots_are_found_out_by_the_next_call(rig: Rig, name: str) -> None:
 
 
 def test_ranks_that_reduce_to_themselves_wait_for_the_deadline(rig: Rig) -> None:
-    """Neither publishes anything, so neither can see the other's call."""
+    """Neither rank publishes anything, so neither can see the other's call."""
     world = rig.world(2, timeout=SHORT_S)
 
     def body(comm: Any) -> None:
@@ -334,7 +334,7 @@ def test_different_calls_are_named(rig: Rig, name: str) -> None:
 
 
 def test_packets_of_different_sizes_are_never_taken_for_headers(rig: Rig) -> None:
-    """The report is the same, whatever channel is first to see that the calls differ."""
+    """The report is the same, whichever channel is the first to see that the calls differ."""
     for count in range(64, 1024, 96):
         world = rig.world(2, options=WIDE)
 
@@ -347,7 +347,7 @@ def test_packets_of_different_sizes_are_never_taken_for_headers(rig: Rig) -> Non
 
 
 def test_an_abort_ends_a_kernel_that_waits(rig: Rig) -> None:
-    """Whoever waits for a message waits alone, in a kernel."""
+    """A rank that receives a message waits in a kernel of its own, which the abort must end."""
     world = rig.world(2)
     tensor = rig.full(10, 0.0)
     work = world[0].irecv(tensor, 1)
@@ -360,7 +360,7 @@ def test_an_abort_ends_a_kernel_that_waits(rig: Rig) -> None:
     assert "changed my mind" in str(error)
     assert not work.is_success()
     assert isinstance(work.exception(), AbortedError)
-    # The peer, which made no call, hears of it in its next one; with the cause, and by rank.
+    # The peer made no call; its next call raises, and names the rank and the cause.
     error = error_of(world[1].barrier)
     assert isinstance(error, AbortedError)
     assert "rank 0 aborted the communicator: changed my mind" in str(error)
@@ -381,7 +381,7 @@ def test_an_abort_while_nothing_runs(rig: Rig) -> None:
 
 
 def test_an_abort_before_a_queued_call_begins(emulated: Rigs) -> None:
-    """The call must not run, and must not wait for its deadline."""
+    """The aborted call must neither run nor wait for its deadline."""
     rig = emulated()
     world = rig.world(2)
     stream = rig.runtime.make_stream(0)
@@ -398,7 +398,7 @@ def test_an_abort_before_a_queued_call_begins(emulated: Rigs) -> None:
 
 
 def waits_in_vain(rig: Rig) -> tuple[Any, Any]:
-    """A world in which a kernel has given up, and its Work; nobody has been told."""
+    """Returns a world in which a kernel has given up, and its Work; no rank has raised yet."""
     world = rig.world(2, timeout=0.2)
     work = world[0].irecv(rig.full(10, 0.0), 1)
     until(work.is_completed)
@@ -447,7 +447,7 @@ def test_a_world_closes_all_ranks_even_if_one_raises(rig: Rig) -> None:
 
 
 def test_a_refused_launch_makes_the_communicator_unusable(emulated: Rigs) -> None:
-    """Peers would take this rank's next call for the one that it did not launch."""
+    """Otherwise peers would take this rank's next call for the call that was not launched."""
     rig = emulated(block_slots=1)
     world = rig.world(1)
     error = error_of(lambda: world[0].all_reduce(rig.full(100_000, 1.0)))
@@ -458,7 +458,7 @@ def test_a_refused_launch_makes_the_communicator_unusable(emulated: Rigs) -> Non
 
 
 def test_bad_arguments_disturb_nobody(rig: Rig) -> None:
-    """Found on all ranks of a launch, when it is too late to find it in one."""
+    """Each rank checks its own arguments, since a joint launch cannot refuse one rank's call."""
     options = CommOptions(segment_bytes=4096, channels=1, ll_bytes=1024)
     world = rig.world(2, options=options)
 

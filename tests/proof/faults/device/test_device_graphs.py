@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives in graphs: captured once, replayed often, among other calls, and past a fault."""
+"""Collectives in graphs: captured once, replayed often, mixed with other calls, after faults."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from tests.support.emulator.capture import CapturedOperations
 from tests.support.faults import die
 from tests.support.ranks import Ranks, run_ranks
 
-# On an emulated device a replay takes 20 ms; this many use every slot again several times.
+# A replay takes 20 ms on an emulated device; this many replays use every slot several times.
 REPLAYS = {"emulated": 24, "cuda": 1000}
 GRACE_S = 0.05
 UNJOINED = 904
-# Elements: a small message, and one of several segments.
+# Numbers of elements: a small message, and a message of several segments.
 SMALL, LARGE = 60, 3001
 
 
 class Chain:
-    """All collectives that a graph holds, on static tensors of all ranks."""
+    """All kinds of collectives in one graph, on static tensors of all ranks."""
 
     def __init__(self, rig: Rig, world: Any, large: int = LARGE, in_heap: bool = False) -> None:
         self.rig, self.world, self.n = rig, world, len(world)
@@ -91,7 +91,7 @@ def test_many_replays(rig: Rig, n: int) -> None:
 
 
 def test_other_calls_before_between_and_after_replays(rig: Rig) -> None:
-    """Eager ones from one thread and from the ranks' threads, in a second graph, and replays."""
+    """Mixes replays with eager calls (from one or several threads) and with a second graph."""
     world = rig.world(2)
     with rig.ordered():
         chain, other = Chain(rig, world), Chain(rig, world)
@@ -155,7 +155,7 @@ def replays_alone(store: Any, rank: int, n: int, kind: str, replays: int) -> flo
 
 
 def record_steps(rig: Rig, comm: Any, tensors: list[torch.Tensor]) -> Any:
-    """A graph of a rank's own: LL, a joined asynchronous call, a ring, a gather of copies."""
+    """Captures LL, a joined asynchronous call, a ring and a gather by copies, on one rank."""
     small, beside, ring, part, whole = tensors
     with rig.capture() as replay:
         comm.all_reduce(small, algorithm="ll")
@@ -172,7 +172,7 @@ def test_every_process_captures_its_own_part(kind: str) -> None:
 
 
 def replays_steps(store: Any, rank: int, n: int, kind: str) -> tuple[list[float], bool]:
-    """Steps of a sharded optimizer, clipped, with a rate that changes between replays."""
+    """Takes steps of a sharded optimizer with clipping; the rate changes between replays."""
     rig = Rig(kind)
     comm = rig.connect(store, rank, n)
     with rig.ordered(), ExitStack() as end:
@@ -208,7 +208,7 @@ def replays_steps(store: Any, rank: int, n: int, kind: str) -> tuple[list[float]
 
 
 def _optimizer(rig: Rig, comm: Any) -> AdamW:
-    """One whose first step, which makes what steps need, has been taken."""
+    """Returns an optimizer after its first step, which allocates the memory that steps need."""
     params = [rig.full(count, 1.0).requires_grad_() for count in (LARGE, SMALL)]
     lr, options = rig.full(1, 0.1), AdamWOptions(algorithm="one_shot")
     optimizer = AdamW(params, lr=lr, comm=comm, options=options)
@@ -245,7 +245,7 @@ def test_an_asynchronous_call_must_be_joined(emulated: Rigs) -> None:
 
 
 def test_calls_of_one_capture_follow_each_other(emulated: Rigs) -> None:
-    """On whatever of its streams they are made."""
+    """The order holds on whichever streams of the capture the calls are made."""
     rig = emulated()
     comm, runtime = rig.world(1)[0], rig.runtime
     tensor, order = rig.full(SMALL, 1.0), []
@@ -290,7 +290,7 @@ def test_a_capture_between_does_not_loosen_the_order(emulated: Rigs) -> None:
 
 
 def test_tensors_of_a_capture_live_as_long_as_it(emulated: Rigs) -> None:
-    """Their memory would be handed out to a later part of the same graph."""
+    """Otherwise a later part of the same graph would get the tensors' memory."""
     rig = emulated()
     comm = rig.world(1)[0]
     with rig.capture():
@@ -329,7 +329,7 @@ def test_replays_of_an_aborted_communicator_do_nothing(rig: Rig) -> None:
 
 
 def one_replays(store: Any, rank: int, n: int, kind: str, end: str) -> tuple[Any, str]:
-    """The last rank does not come to the third replay."""
+    """Replays on all ranks twice; the last rank does not join the third replay."""
     rig = Rig(kind)
     comm = rig.connect(store, rank, n)
     with rig.ordered():
@@ -372,7 +372,7 @@ def test_a_fault_in_a_replay_is_reported(kind: str, end: str, expected: type) ->
 
 
 def one_captures(store: Any, rank: int, n: int, kind: str, replays: bool) -> tuple[str, str, bool]:
-    """The peers make the call that rank 0 only captures, until it replays it."""
+    """Rank 0 captures a call, and may replay it later; its peers make the same call eagerly."""
     rig = Rig(kind)
     comm = rig.connect(store, rank, n, timeout=LONG_S if replays else 2.0)
     error: Exception | None = None
@@ -406,7 +406,7 @@ def test_a_capture_takes_no_part_in_the_peers_eager_call_before_its_replay(kind:
     assert run_ranks(one_captures, 2, kind, True) == [("NoneType", "None", True)] * 2
     (first, said, _), (error, text, _) = run_ranks(one_captures, 2, kind, False)
     assert error == "CollectiveTimeout" and "rank 0" in text, text
-    # Its next call finds the one that the peer gave up, or that the peer has given it up.
+    # Rank 0's next call either meets the peer's abandoned call, or sees that the peer has given up.
     assert first in ("CollectiveTimeout", "MismatchError") and "rank 1" in said, said
 
 
@@ -414,10 +414,10 @@ def test_a_capture_takes_no_part_in_the_peers_eager_call_before_its_replay(kind:
 
 
 def overlaps(store: Any, rank: int, n: int, kind: str, blind: bool) -> tuple[str, str, bool]:
-    """Rank 0 replays and calls at once, on two streams, before the others come to either.
+    """Rank 0 replays and calls at once, on two streams, before the other ranks do either.
 
     Args:
-        blind: the words by which a kernel finds another one are cleared between the two.
+        blind: the words by which a kernel detects another kernel are cleared between the two.
     """
     rig = Rig(kind)
     comm = rig.connect(store, rank, n, timeout=5.0 if blind else LONG_S)
@@ -457,7 +457,7 @@ def overlaps(store: Any, rank: int, n: int, kind: str, blind: bool) -> tuple[str
 
 
 def running_ptrs(comm: Any) -> list[int]:
-    """The addresses of the words that kernels leave in their channels' lines."""
+    """Returns the addresses of the words by which a kernel marks its channels' lines as in use."""
     core = comm.engine.device_core
     first = core.heap.base_ptr + core.region[0] + core.native.sequence_offset_bytes + 12
     return [first + 64 * channel for channel in range(core.native.channels)]
@@ -468,7 +468,7 @@ def running(rig: Rig, comm: Any) -> set[int]:
 
 
 def clear_running(rig: Rig, comm: Any) -> None:
-    time.sleep(GRACE_S)  # the other blocks begin, too
+    time.sleep(GRACE_S)  # the other blocks begin in this time, too
     for ptr in running_ptrs(comm):
         rig.runtime.write(0, ptr, bytes(4))
 
@@ -481,14 +481,14 @@ def test_a_replay_beside_an_eager_call_raises_on_all_ranks(kind: str) -> None:
 
 
 def test_without_the_words_such_calls_mix_their_data(kind: str) -> None:
-    """The negative control: data are wrong, or a rank waits in vain."""
+    """The negative control: some data are wrong, or a rank waits until its deadline."""
     outcomes = run_ranks(overlaps, 2, kind, True)
     assert not all(error == "NoneType" and right for error, _, right in outcomes), outcomes
     assert not any(error == "ArgumentError" for error, _, _ in outcomes), outcomes
 
 
 def test_close_waits_for_replays_under_way(emulated: Rigs) -> None:
-    """They are on a stream that the communicator was never told of."""
+    """The replays run on a stream that the communicator does not know."""
     rig = emulated()
     world = rig.world(2)
     chain = Chain(rig, world)
@@ -511,13 +511,13 @@ def test_close_waits_for_replays_under_way(emulated: Rigs) -> None:
     gate.open()
     closing.join(LONG_S)
     assert not closing.is_alive()
-    # Three times the sum of what the ranks have, of what they then have alike, and so on.
+    # Three all-reduces: the first sums the ranks' values, the others sum equal values.
     total = 2 * 2 * (2 * 3 + 1)
     assert all(torch.equal(each, rig.full(SMALL, total)) for each in chain.inputs["ll"])
 
 
 def test_a_graph_outlives_the_communicators_that_it_uses(emulated: Rigs) -> None:
-    """Unless they are closed: what its calls work on is not given back."""
+    """The graph keeps the memory of its calls, as long as nobody closes the communicators."""
     rig = emulated()
     world = rig.world(2)
     rig.forget()
@@ -540,7 +540,7 @@ def test_a_graph_outlives_the_communicators_that_it_uses(emulated: Rigs) -> None
 
 
 def test_threads_cannot_capture_a_launch_that_they_share(rig: Rig) -> None:
-    """They are told before any of them waits for the others; no harm is done."""
+    """They get an error before any of them waits for the others, and the world still works."""
     world = rig.world(2)
     with rig.ordered():
         chain = Chain(rig, world)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends of communicators on devices: in any order, with anything under way, or forgotten."""
+"""Ends of communicators on devices: in any order, with work under way, or without close()."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from tests.support.faults import until_rank_threads_have_ended
 from tests.support.ranks import run_ranks
 
 COUNT = 3000
-# The first words of the heap are never free.
+# The first words of the heap are always in use.
 EMPTY_HEAP_BYTES = 256
 GRACE_S = 0.05
 
 
 def in_use(rig: Rig) -> int:
-    """Once the device is idle: until then space is kept for the streams that might use it."""
+    """Returns the bytes in use once the device is idle; busy streams delay freeing of memory."""
     rig.synchronize()
     return kept_bytes(rig)
 
@@ -66,7 +66,7 @@ def sum_up(rig: Rig, comm: Any, async_op: bool = False) -> float:
 
 
 def test_many_communicators_leave_nothing(rig: Rig) -> None:
-    """Neither memory, nor threads, nor descriptors, nor streams."""
+    """They leave no memory, threads, descriptors or streams."""
 
     def once() -> None:
         world = rig.world(2)
@@ -147,7 +147,7 @@ def test_close_waits_for_work_under_way(emulated: Rigs) -> None:
 
 
 def test_work_is_done_after_the_end(rig: Rig) -> None:
-    """Work that had ended well stays so, as on the host."""
+    """Work that ended well still says so after close(), as on the host."""
     world = rig.world(2)
     tensors = [rig.full(COUNT, 1.0) for _ in world]
 
@@ -164,7 +164,7 @@ def test_work_is_done_after_the_end(rig: Rig) -> None:
 
 
 def test_what_never_ends_is_left_alone(emulated: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel may still use everything; once it has ended, all is given back."""
+    """A kernel that never ends keeps all of its memory; if it ends after all, memory is freed."""
     rig = emulated()
     monkeypatch.setattr(launch, "EXIT_GRACE_S", 0.1)
     monkeypatch.setattr(engine, "EXIT_GRACE_S", 0.1)
@@ -185,7 +185,7 @@ def test_what_never_ends_is_left_alone(emulated: Rigs, monkeypatch: pytest.Monke
 
 
 def test_threads_that_call_while_another_closes(rig: Rig) -> None:
-    """Each call runs or is refused; none finds half a communicator."""
+    """Each call runs or is refused; no call sees a half-closed communicator."""
     for _ in range(5):
         world = rig.world(1)
         begun = threading.Event()
@@ -295,7 +295,7 @@ def test_peers_hear_of_a_forgotten_communicator(kind: str) -> None:
 
 
 def test_a_failed_rendezvous_leaves_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks disagree on options: all of them find out, and none is left with a region."""
+    """The ranks disagree on options: all of them raise, and none keeps a region."""
     store = HashStore()
     results: list[int] = []
     all_have_read = threading.Barrier(2)
@@ -326,9 +326,9 @@ def test_a_failed_rendezvous_leaves_nothing(rig: Rig, monkeypatch: pytest.Monkey
 
 
 def test_a_rank_that_fails_after_all_have_met(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its peers keep their regions until it says that it will not write there.
+    """The failed rank's peers keep their regions until it says that it will not write there.
 
-    And its own error is raised, though its peers have heard of it and raised before it did.
+    The failed rank raises its own error, although its peers learn of the failure and raise first.
     """
     connect, fail = DeviceCore.connect, handles.Rendezvous.fail
 
@@ -351,7 +351,7 @@ def test_a_rank_that_fails_after_all_have_met(rig: Rig, monkeypatch: pytest.Monk
 
 
 def test_regions_of_a_closed_heap_are_forgotten(emulated: Rigs) -> None:
-    """Asking whether their peers have left would read memory that is gone."""
+    """Asking whether peers have left would read the closed heap's memory."""
     rig = emulated()
     allocation = device_heap(0, HEAP_BYTES).allocate(EMPTY_HEAP_BYTES, "test")
     rig.runtime.write(0, allocation.ptr, bytes(4))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launch is put behind others, so that the blocks of all that run fit on the device."""
+"""A launch waits for earlier ones until the blocks of all running launches fit on the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Launch = tuple[str, int, int]
 
 @dataclass
 class Capturing:
-    """In the place of a runtime: says which streams are capturing a graph."""
+    """Replaces a runtime: says which streams are capturing a graph."""
 
     streams: set[int] = field(default_factory=set)
 
@@ -30,14 +30,14 @@ class Capturing:
 
 
 def order_on(runtime: Capturing, device: int) -> DeviceOrder:
-    """Returns the order of a device whose events pass when the test says so."""
+    """Returns the launch order of a device whose events complete when the test says so."""
     stub_driver.driver().reset()
     stub_driver.driver().hold_events()
     return DeviceOrder(cast(DeviceRuntime, runtime), device, stub_driver.driver().native)
 
 
 class Launches:
-    """Launches under way, in the order in which they were made."""
+    """Launches under way, in the order of their start."""
 
     def __init__(self, *launches: Launch) -> None:
         self.runtime = Capturing()
@@ -50,7 +50,7 @@ class Launches:
         self.events = self.driver.records()
 
     def behind(self, launch: Launch) -> list[int]:
-        """The numbers of those that one more is put behind."""
+        """Returns the numbers of the launches for which a further launch waits."""
         owner, blocks, stream = launch
         self.driver.waits()
         self.order.before(OWNERS[owner], blocks, stream)
@@ -97,15 +97,15 @@ def test_blocks_are_kept_for_messages_from_the_first_on() -> None:
     assert launches.behind(("a", 2, 1)) == []
     launches.order.sends(OWNERS["b"], "op")
     assert launches.behind(("a", 2, 1)) == [0]
-    launches.order.sends(OWNERS["b"], "op")  # once for all its messages
+    launches.order.sends(OWNERS["b"], "op")  # one declaration for all messages of the communicator
     launches.order.join(OWNERS["b"], Blocks(1, 3), CAPACITY, "another rank of it")
     assert launches.behind(("a", 3, 1)) == [0]
     launches.order.sends(OWNERS["a"], "op")
     assert launches.behind(("a", 3, 1)) == [0, 1]
     launches.order.leave(OWNERS["b"])
-    assert launches.behind(("a", 3, 1)) == [0, 1]  # the other rank may still have messages
+    assert launches.behind(("a", 3, 1)) == [0, 1]  # its other rank may still have messages
     launches.order.leave(OWNERS["b"])
-    launches.order.sends(OWNERS["b"], "op")  # of a communicator that all have left
+    launches.order.sends(OWNERS["b"], "op")  # has no effect, since all of its ranks have left
     assert launches.behind(("a", 3, 1)) == [0]
 
 

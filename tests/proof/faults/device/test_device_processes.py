@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are processes of their own: killed, stopped, aborted, forked, gone without a word."""
+"""Ranks as processes: killed, stopped, aborted, forked, or exited without close()."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.deadlines
 
 Call = Callable[[Rig, Any], Any]
 
-# What the survivors wait in when the fault happens.
+# The calls in which the survivors wait when the fault happens.
 WAITS: dict[str, Call] = {
     "one_shot": lambda rig, comm: comm.all_reduce(rig.full(5000, 1.0), algorithm="two_shot"),
     "ring": lambda rig, comm: comm.all_reduce(rig.full(5000, 1.0), algorithm="ring"),
@@ -68,14 +68,14 @@ WAITS: dict[str, Call] = {
     "flags": lambda rig, comm: any_rank(comm, [False]),
     "flags before the hosts have met": lambda rig, comm: any_rank(comm, [False]),
 }
-# A rank that a busy machine keeps from running for so long would be taken for the stopped one.
+# Long enough that a busy machine does not make another rank look stopped.
 STOPPED_S = 2.5
-# The first words of the heap are never free.
+# The first words of the heap are always in use.
 EMPTY_HEAP_BYTES = 256
 
 
 def fresh_total(rig: Rig, store: Any, rank: int, n: int) -> float:
-    """Returns the sum of ``n`` ranks of the same processes on a new communicator."""
+    """Returns an all-reduce's result on a new communicator of ``n`` ranks of the same processes."""
     comm = rig.connect(store, rank, n, name="fresh")
     tensor = rig.full(5000, 1.0)
     comm.all_reduce(tensor)
@@ -85,7 +85,7 @@ def fresh_total(rig: Rig, store: Any, rank: int, n: int) -> float:
 
 
 def wait_for_all(store: Any, name: str, n: int) -> None:
-    """Returns in ``n`` processes at about the same time, whatever the machine's load."""
+    """A barrier in the store: returns in ``n`` processes at about the same time."""
     store.add(f"met/{name}", 1)
     until(lambda: int(store.add(f"met/{name}", 0)) >= n, LONG_S)
 
@@ -98,7 +98,7 @@ def is_given_back(rig: Rig) -> bool:
 def waits_for_the_last(
     store: Any, rank: int, n: int, kind: str, end: str, names: list[str]
 ) -> tuple[dict[str, tuple[Any, ...]], float]:
-    """The last rank ends as ``end`` says; each wait is on a communicator of its own."""
+    """Makes the last rank end as ``end`` says; each kind of wait has a communicator of its own."""
     rig = Rig(kind)
     comms = {name: rig.connect(store, rank, n, name=name.replace(" ", "-")) for name in names}
     for comm in comms.values():
@@ -113,7 +113,7 @@ def waits_for_the_last(
     told: dict[str, tuple[Any, ...]] = {}
     for name, comm in comms.items():
         comm.timeout = LONG_S if end == "die" else STOPPED_S
-        # Else one that is late by its timeout is taken for the one that is stopped.
+        # Otherwise a rank that begins late by its timeout would be taken for the stopped rank.
         wait_for_all(store, name, n - 1)
         started = time.monotonic()
         error = first_error(rig, comm, partial(WAITS[name], rig, comm))
@@ -121,7 +121,7 @@ def waits_for_the_last(
         assert str(error)[:60] in str(error_of(comm.barrier))
         comm.close()
     if end == "die":
-        # What the dead rank could have written into is free again.
+        # The regions into which the dead rank could have written are freed.
         until(partial(is_given_back, rig))
     else:
         assert rig.used_bytes() > EMPTY_HEAP_BYTES
@@ -160,7 +160,8 @@ def test_a_stopped_process_is_a_timeout(kind: str) -> None:
         assert total == 2
 
 
-# With each algorithm one, and two without one in common; test_device_faults.py has all in threads.
+# One mismatch for each algorithm, and two for calls with different algorithms;
+# test_device_faults.py tests all mismatches in threads.
 CROSSED = thinned(MISMATCHES, 4)
 
 
@@ -192,7 +193,7 @@ def test_processes_that_call_differently_are_named(kind: str) -> None:
 
 
 def aborts(store: Any, rank: int, n: int, kind: str) -> list[str]:
-    """Rank 0 aborts, in different moments."""
+    """Rank 0 aborts at different moments."""
     rig = Rig(kind)
     told = []
     waiting = rig.connect(store, rank, n, name="its-own-kernel-waits")
@@ -331,7 +332,7 @@ def in_threads(n: int, body: Callable[[int], Any]) -> list[Any]:
 
 
 def two_ranks_each(store: Any, process: int, processes: int, kind: str, path: str) -> list[Any]:
-    """Ranks of one process share a launch, their launches wait for those of the other process."""
+    """Ranks of one process share a launch, which waits for the other process's launch."""
     rig = Rig(kind)
     n = 2 * processes
     placed = threading.Barrier(2)
@@ -393,7 +394,7 @@ def test_a_zombie_keeps_no_memory(kind: str) -> None:
 
 
 def one_has_no_room(store: Any, rank: int, n: int, kind: str) -> tuple[Any, str]:
-    """Rank 1 fails before it hears of anybody's region, and ends; rank 0 lives on."""
+    """Rank 1 fails before it receives any rank's region, and exits; rank 0 goes on."""
     rig = Rig(kind)
     options = replace(OPTIONS, segment_bytes=HEAP_BYTES) if rank else OPTIONS
     error = error_of(
@@ -402,7 +403,7 @@ def one_has_no_room(store: Any, rank: int, n: int, kind: str) -> tuple[Any, str]
         )
     )
     kind_and_text = type(error), str(error)
-    # The traceback holds what the rendezvous had got.
+    # The error's traceback keeps the memory of the rendezvous alive.
     del error
     if rank == 0:
         until(partial(is_given_back, rig))

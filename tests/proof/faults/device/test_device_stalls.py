@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would stall on a GPU stalls here: streams of one hardware queue, and calls of the driver.
+"""Calls that would stall on a GPU stall here: in streams of one hardware queue, or in the driver.
 
-A call that waits for the device, such as an allocation, waits for a message that may wait for this
-very thread. Where ringcomm promises that nothing stalls, nothing does; elsewhere the call ends by
-its deadline, and says what may be the cause.
+A driver call that waits for the device, such as an allocation, also waits for running messages,
+which may themselves wait for the calling thread. If ringcomm promises that nothing stalls, the test
+requires it; otherwise the call must end by its deadline and name the possible cause.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Body = Callable[[Devices, Any], None]
 
 
 def ran(body: Body, ranks: int, on: tuple[int, ...], timeout: float, **settings: Any) -> str:
-    """Runs ``body`` on ranks that are threads of this process; returns what they were told."""
+    """Runs ``body`` on ranks that are threads of this process; returns the text of their errors."""
     devices = Devices("emulated", devices=len(on), physical=on, **settings)
     options = CommOptions(timeout=timeout, segment_bytes=1024, channels=2)
     try:
@@ -56,7 +56,7 @@ def ran(body: Body, ranks: int, on: tuple[int, ...], timeout: float, **settings:
 
 
 def settle(devices: Devices, comm: Any) -> None:
-    """Raises what a kernel of this rank has met, once all have ended."""
+    """Waits for all kernels; raises the error of a kernel of this rank."""
     devices.runtime.synchronize(device_of(comm))
     comm.barrier()
 
@@ -69,7 +69,7 @@ def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def send_reduce_receive(devices: Devices, comm: Any) -> None:
-    """All ranks send first; a collective comes before what that waits for."""
+    """All ranks send first; a collective comes before the receives for which the sends wait."""
     n, into, total = comm.world_size, full(0.0), full(1.0)
     sent = comm.isend(full(comm.rank + 1.0), (comm.rank + 1) % n)
     comm.all_reduce(total)
@@ -81,7 +81,7 @@ def send_reduce_receive(devices: Devices, comm: Any) -> None:
 
 
 def test_a_rank_with_a_device_of_its_own_has_enough_queues():
-    """Two streams for messages, one for asynchronous calls, its thread's and the default one."""
+    """A rank uses five: 2 for messages, 1 for asynchronous calls, its thread's, the default."""
     assert ran(send_reduce_receive, 2, (0, 1), LONG_S, hardware_queues=8) == ""
 
 
@@ -96,7 +96,7 @@ def test_two_ranks_of_one_device_have_enough_queues():
 
 @pytest.mark.parametrize("queues", [8, 32])
 def test_messages_of_four_ranks_of_one_device_need_more_queues_than_usual(queues):
-    """Each has three streams, and the joint launch one: 14 with the default stream."""
+    """Each rank has three streams, and the joint launch one: 14 streams with the default stream."""
     if queues == 32:
         assert ran(send_reduce_receive, 4, (0,), LONG_S, hardware_queues=32) == ""
         return
@@ -120,7 +120,7 @@ def collectives(devices: Devices, comm: Any) -> None:
 
 @pytest.mark.parametrize(("ranks", "on"), [(4, (0,)), (2, (0, 1))])
 def test_collectives_stall_in_no_queue(ranks, on):
-    """Each comes after what was launched before it, whatever streams and queues there are."""
+    """Each collective follows all earlier launches, so streams and queues do not matter."""
     assert ran(collectives, ranks, on, LONG_S, hardware_queues=1) == ""
 
 
@@ -128,7 +128,7 @@ def test_collectives_stall_in_no_queue(ranks, on):
 
 
 def reduce_beside_a_message(call: Callable[[Devices, Any], object]) -> Body:
-    """Between the launches of a send and of a collective that the receiver makes first, a call."""
+    """Makes ``call`` after a send; the receiver makes the next collective before it receives."""
 
     def body(devices: Devices, comm: Any) -> None:
         comm.barrier()
@@ -149,7 +149,7 @@ def reduce_beside_a_message(call: Callable[[Devices, Any], object]) -> Body:
 
 
 def allocate(devices: Devices, comm: Any) -> None:
-    """As torch's allocator does when what it has is used up."""
+    """Allocates as torch's allocator does when its cache is empty."""
     runtime: Any = devices.runtime
     runtime.free(comm.rank, runtime.allocate(comm.rank, 1 << 20))
 
@@ -159,7 +159,7 @@ def reduce_half(devices: Devices, comm: Any) -> None:
 
 
 def copy_on_the_default_stream(devices: Devices, comm: Any) -> None:
-    """As ``tensor.cpu()`` there: it waits for blocking streams, of which ringcomm has none."""
+    """Waits, as ``tensor.cpu()`` does there, for blocking streams; ringcomm has none."""
     runtime: Any = devices.runtime
     runtime.record_event(comm.rank, 0).synchronize()
 
@@ -185,7 +185,7 @@ def test_a_copy_on_the_default_stream_beside_a_message_does_not_stall():
 
 
 def test_a_thread_that_loads_a_kernel_holds_up_no_other_device():
-    """Rank 0 loads the second kernel while its first waits for rank 1, which loads that then."""
+    """Rank 0 loads a kernel while its first one waits for rank 1, which loads the same later."""
     loading = threading.Event()
 
     def body(devices: Devices, comm: Any) -> None:
@@ -202,7 +202,7 @@ def test_a_thread_that_loads_a_kernel_holds_up_no_other_device():
 
 @pytest.mark.parametrize("pages", [256, 1])
 def test_a_communicator_is_built_and_closed_beside_a_message(monkeypatch, pages):
-    """Memory is pinned for many at once: to pin a page for each would wait for the message."""
+    """The driver pins memory for many pages at once: a call per page would wait for the message."""
     monkeypatch.setattr(handles.PagePool, "PAGES", pages)
     store = torch.distributed.HashStore()
 

@@ -30,13 +30,13 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.deadlines
 
-# What must not happen gets this long to happen.
+# How long a test waits to see that an event does not happen.
 GRACE_S = 0.05
 COUNT = 3000
 
 
 def both(world: Any, call: Any) -> list[Any]:
-    """Calls ``call(comm)`` on every rank in a thread of its own, whose streams are the default."""
+    """Calls ``call(comm)`` on every rank in a thread of its own, on the default streams."""
     results: dict[int, Any] = {}
 
     def body(comm: Any) -> None:
@@ -69,7 +69,7 @@ def test_a_call_is_behind_its_stream_and_ahead_of_what_comes_later(emulated: Rig
         with rig.runtime.on_stream(streams[comm.rank]):
             comm.all_reduce(tensors[comm.rank])
 
-    both(world, call)  # comes back while the streams are held
+    both(world, call)  # returns while the streams are held
     for rank, stream in enumerate(streams):
         rig.runtime.run_on_stream(
             0, stream.handle, lambda k=rank: seen.append(tensors[k].sum().item())
@@ -99,14 +99,14 @@ def test_calls_on_different_streams_follow_each_other(emulated: Rigs) -> None:
 
 
 def lasting(rig: Rig, world: Any) -> torch.Tensor:
-    """A tensor that lives as long as the world."""
+    """Returns a tensor that lives as long as the world."""
     tensor = rig.full(COUNT, 1.0)
     world.kept = [*getattr(world, "kept", []), tensor]
     return tensor
 
 
 def test_asynchronous_calls_run_beside_the_current_stream(emulated: Rigs) -> None:
-    """The current stream goes on; wait() orders it behind, and does not hold the host."""
+    """The current stream continues; wait() orders it behind the call, without blocking the host."""
     rig = emulated()
     world = rig.world(1)
     comm = world[0]
@@ -123,7 +123,7 @@ def test_asynchronous_calls_run_beside_the_current_stream(emulated: Rigs) -> Non
         until(beside.query)
         assert not work.is_completed() and not work.is_success()
         assert work.exception() is None
-        assert work.wait() is True  # the side stream is still held
+        assert work.wait() is True  # the call's side stream is still held
         behind = event_of(rig, stream.handle)
     time.sleep(GRACE_S)
     assert not behind.query()
@@ -173,7 +173,7 @@ def test_wait_on_another_thread_orders_that_threads_stream(emulated: Rigs) -> No
 
 
 def test_tensors_live_until_the_call_is_done(emulated: Rigs) -> None:
-    """Dropped right after the call, with the handle; a strided one goes through a copy."""
+    """Drops the tensors and the handle right after the call; a strided tensor is copied."""
     rig = emulated()
     world = rig.world(1)
     stream = rig.runtime.make_stream(0)
@@ -196,7 +196,7 @@ def test_tensors_live_until_the_call_is_done(emulated: Rigs) -> None:
 
 
 def test_freed_tensors_of_a_device_are_not_used_again_too_early(rig: Rig) -> None:
-    """In rig, the collective would write into whatever gets the memory next."""
+    """Otherwise the collective would write into the next owner's memory."""
     world = rig.world(2)
 
     def body(comm: Any) -> list[torch.Tensor]:
@@ -215,7 +215,7 @@ def test_freed_tensors_of_a_device_are_not_used_again_too_early(rig: Rig) -> Non
 
 
 def test_the_legacy_default_stream_serves_all_ranks(rig: Rig) -> None:
-    """Two launches on it could not run at once; one launch carries both ranks."""
+    """Two launches on that stream could not run at once, so one launch carries both ranks."""
     world = rig.world(2)
 
     def call(comm: Any) -> torch.Tensor:
@@ -318,19 +318,19 @@ def test_a_launch_that_could_not_be_co_resident_is_refused(emulated: Rigs) -> No
     used = rig.used_bytes()
     with pytest.raises(UnsupportedError, match="needs 4 co-resident blocks, but device 0 runs 2"):
         rig.world(2)
-    # The call may still run on the current stream, and until it ends nothing that died is free.
+    # The call may still run on the current stream; until it ends, no memory is freed.
     rig.synchronize()
     assert rig.used_bytes() == used
 
 
-# Blocks per call of a communicator: large enough for all channels.
+# Bytes of a call that uses a communicator's blocks of all channels.
 WIDE_BYTES = 2 * 32 << 10
 
 
 def opposite_orders(
     store: Any, rank: int, n: int, kind: str, rounds: int, knobs: dict[str, int]
 ) -> list[str]:
-    """Two communicators on two streams, that the ranks use in opposite orders."""
+    """Uses two communicators on two streams; the two ranks use them in opposite orders."""
     rig = Rig(kind, **knobs)
     comms = [rig.connect(store, rank, n, name=name) for name in ("first", "second")]
     streams = [rig.runtime.make_stream(0) for _ in comms]
@@ -367,7 +367,7 @@ def opposite_orders(
 
 
 def test_communicators_in_opposite_orders_run_side_by_side(kind: str) -> None:
-    """Their blocks fit: none may wait for another's end."""
+    """The blocks of all launches fit, so no launch may wait for another's end."""
     told = run_ranks(opposite_orders, 2, kind, 10, {"multiprocessors": 4})
     assert told == [[], []]
 
@@ -381,7 +381,7 @@ def test_opposite_orders_past_the_capacity_end_by_the_deadline() -> None:
 
 
 def test_opposite_orders_in_one_hardware_queue_end_by_the_deadline() -> None:
-    """Their blocks fit, and yet the second launch is behind the end of the first."""
+    """The blocks fit, but in one queue the second launch waits for the end of the first."""
     knobs = {"multiprocessors": 4, "hardware_queues": 1}
     for told in run_ranks(opposite_orders, 2, "emulated", 0, knobs):
         assert told
@@ -390,7 +390,7 @@ def test_opposite_orders_in_one_hardware_queue_end_by_the_deadline() -> None:
 
 
 def same_order(store: Any, rank: int, n: int) -> int:
-    """More communicators than fit at a time, each on its own stream: they take turns."""
+    """Uses more communicators than fit at a time, each on its own stream: they take turns."""
     rig = Rig("emulated", multiprocessors=4, blocks_per_multiprocessor=1)
     comms = [rig.connect(store, rank, n, name=f"number-{k}") for k in range(4)]
     streams = [rig.runtime.make_stream(0) for _ in comms]
@@ -412,7 +412,7 @@ def test_communicators_past_the_capacity_take_turns() -> None:
 
 
 def test_a_launch_that_does_not_fit_waits_on_the_device(emulated: Rigs) -> None:
-    """Put behind the oldest launch under way, by an event: the scheduler never sees both."""
+    """An event puts it behind the oldest running launch, so the scheduler never sees both."""
     rig = emulated(multiprocessors=2, blocks_per_multiprocessor=1)
     first, second = rig.world(1), rig.world(1)
     streams = [rig.runtime.make_stream(0) for _ in range(2)]
@@ -451,7 +451,7 @@ def test_a_launch_of_all_ranks_that_does_not_fit_waits_on_the_device(emulated: R
 
 
 def test_threads_in_opposite_orders_end_by_the_deadline(rig: Rig) -> None:
-    """Ranks of one launch meet on the host, where each waits for the other's thread."""
+    """Ranks of one launch meet on the host, where each thread waits for the other's."""
     worlds = [rig.world(2, timeout=0.5) for _ in range(2)]
     told: dict[int, str] = {}
 
@@ -471,7 +471,7 @@ def test_threads_in_opposite_orders_end_by_the_deadline(rig: Rig) -> None:
 
 
 def test_messages_beside_a_collective(rig: Rig) -> None:
-    """Both ranks send first; a collective comes between."""
+    """Both ranks send first; a collective precedes the receives."""
     world = rig.world(2)
 
     def body(comm: Any) -> None:
@@ -492,9 +492,9 @@ def test_messages_beside_a_collective(rig: Rig) -> None:
 def test_sends_that_wait_leave_blocks_for_the_collective_before_the_receives(
     emulated: Rigs,
 ) -> None:
-    """All ranks on one device, whose multiprocessors each run one block of a reduction.
+    """All ranks share a device, whose multiprocessors each run one block of a reduction.
 
-    The sends wait for the receives, which come after a collective of all blocks.
+    The sends wait for the receives, which come after a collective that uses all blocks.
     """
     rig = emulated(multiprocessors=16, hardware_queues=32)
     options = CommOptions(segment_bytes=4096)
@@ -530,7 +530,7 @@ def test_messages_that_would_not_fit_beside_a_collective_are_refused(emulated: R
 
 
 def test_options_bound_the_blocks(emulated: Rigs) -> None:
-    """Automatic channels: what messages leave of a device's multiprocessors, for each rank."""
+    """By default ranks divide the multiprocessors that messages leave free into channels."""
     rig = emulated(multiprocessors=15)
     options = CommOptions(segment_bytes=OPTIONS.segment_bytes)
     assert "channels=3" in rig.world(3, options=options)[0].engine.owner.layout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults on devices leave traces of all ranks, and hung or killed processes can be looked into."""
+"""Faults on devices leave traces of all ranks; traces of hung or killed processes can be read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def line(function: Any, offset: int) -> str:
 
 
 def fails(store: Any, rank: int, n: int, kind: str, how: str, folder: str) -> tuple[Any, str]:
-    """Two good calls, then rank 1 goes wrong, and rank 0 says how it heard of that."""
+    """Makes two good calls; then rank 1 fails, and rank 0 returns the error that tells it so."""
     os.environ[reader.VARIABLE] = folder
     rig = Rig(kind)
     comm = rig.connect(store, rank, n)
@@ -108,7 +108,7 @@ def hangs(store: Any, rank: int, n: int, kind: str) -> None:
 def test_the_records_of_a_killed_rank_are_in_its_peers_hands(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Through the descriptors of a stopped process: neither a driver nor its help is needed."""
+    """The traces are read through a stopped process's descriptors, without a driver or its help."""
     with Ranks(hangs, 2, kind) as ranks:
 
         def have_made_their_calls() -> bool:
@@ -138,7 +138,7 @@ def test_the_records_of_a_killed_rank_are_in_its_peers_hands(
 def test_a_rank_without_a_thread_leaves_a_trace(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call that waits for it on the host was never launched, and says what it waited for."""
+    """The call that waits on the host was never launched; its record says for whom it waited."""
     monkeypatch.setenv(reader.VARIABLE, str(tmp_path))
     world = rig.world(2, timeout=0.3)
     tensor = rig.full(10, 1.0)
@@ -165,7 +165,7 @@ def test_a_rank_without_a_thread_leaves_a_trace(
 def test_a_message_that_nobody_sends_is_the_one_that_failed(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one of that peer, way and tag; the other one is not known to have failed."""
+    """The message with that peer, direction and tag failed; the other may still succeed."""
     monkeypatch.setenv(reader.VARIABLE, str(tmp_path))
     world = rig.world(2, timeout=0.5)
     comm, tensors = world[0], [rig.full(10, 1.0), rig.full(10, 1.0)]
