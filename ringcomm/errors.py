@@ -117,9 +117,13 @@ def _mismatch(fault: Mapping[str, Any]) -> MismatchError:
 
 def different_calls(one: str, mine: object, other: str, theirs: object) -> MismatchError:
     """Returns the error for two ranks whose calls differ at one position in the order of calls."""
+    # kernels/host/describe.cpp names the variable for kernels that take slices.
+    sliced = ["RINGCOMM_KERNELS" in str(each) for each in (mine, theirs)]
+    kernels = "; set RINGCOMM_KERNELS to the same value on all ranks" * (sliced[0] != sliced[1])
     return MismatchError(
         f"the ranks made different calls. {one} called {mine}; {other} called {theirs}. All ranks "
-        "must call the same collectives in the same order, with equal sizes, dtypes, ops and roots"
+        "must call the same collectives in the same order, with equal sizes, dtypes, ops and "
+        f"roots{kernels}"
     )
 
 

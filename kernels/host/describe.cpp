@@ -16,6 +16,19 @@ bool is_optimizers(Collective collective) {
          collective == Collective::kReduceScatterAdamWAllGather;
 }
 
+// The kernels that run a call, as an entry of its description; "" for CUDA kernels that deal tiles.
+const char* entry_of(Kernels kernels) {
+  switch (kernels) {
+    case Kernels::kNative:
+      break;
+    case Kernels::kTriton:
+      return "Triton kernels, ";
+    case Kernels::kSliced:
+      return "slices as RINGCOMM_KERNELS asks, ";
+  }
+  return "";
+}
+
 }  // namespace
 
 const char* name_of(Collective collective) {
@@ -137,8 +150,8 @@ std::string describe(const CallHeader& h) {
   std::string text = name_of(id.collective);
   text += '(';
   if (id.collective == Collective::kSend || id.collective == Collective::kReceive)
-    return text + name_of(DType(id.dtype)) + ", " + std::to_string(h.stream_bytes) +
-           " bytes, tag " + std::to_string(id.root) + ")";
+    return text + name_of(DType(id.dtype)) + ", " + std::to_string(h.stream_bytes) + " bytes, " +
+           entry_of(id.kernels) + "tag " + std::to_string(id.root) + ")";
   if (id.collective != Collective::kBarrier) {
     const bool updates = is_optimizers(id.collective);
     text += name_of(DType(id.dtype));
@@ -154,10 +167,9 @@ std::string describe(const CallHeader& h) {
                 : std::to_string(id.match_bytes) + (updates ? " elements" : " bytes");
     text += std::string(", ") + name_of(id.algorithm, id.collective) + ", ";
     if (updates && tag != 0) text += describe_tag(tag) + ", ";
-    if (id.kernels == Kernels::kTriton) text += "Triton kernels, ";
-    if (id.kernels == Kernels::kSliced) text += "slices as RINGCOMM_KERNELS asks, ";
   }
-  return text + "call " + std::to_string(id.sequence) + " of this communicator)";
+  return text + entry_of(id.kernels) + "call " + std::to_string(id.sequence) +
+         " of this communicator)";
 }
 
 }  // namespace ringcomm::host

@@ -8,7 +8,9 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
 
+from ringcomm import Communicator
 from ringcomm.cuda import units
 from ringcomm.errors import MismatchError
 from tests.support.call_checks import CHECKS, REDUCTIONS, Case
@@ -76,17 +78,34 @@ def test_a_shorter_chunk_whose_part_is_longer_by_a_piece(devices, monkeypatch, k
         devices.run(world, body)
 
 
-def test_ranks_that_cut_differently_get_an_error(devices, monkeypatch):
+def _sends(comm):
+    tensor = torch.zeros(COUNT, device=comm.device)
+    if comm.rank == 0:
+        comm.send(tensor, 1)
+    else:
+        comm.recv(tensor, 0)
+
+
+def _reduces(comm):
+    CHECKS["reduce_scatter_tensor"](comm, Case(COUNT, memory="heap", algorithm="one_shot"))
+
+
+@pytest.mark.parametrize("call", [_reduces, _sends, Communicator.barrier])
+def test_ranks_that_cut_differently_get_an_error(devices, monkeypatch, call):
     """Each rank looks up the kernel in its own thread; rank 1 requests slices."""
     of_thread = threading.local()
     monkeypatch.setattr(units, "deals_tiles", lambda: not getattr(of_thread, "sliced", False))
 
     def body(comm):
         of_thread.sliced = comm.rank == 1
-        case = Case(COUNT, memory="heap", algorithm="one_shot")
-        with pytest.raises(MismatchError, match="slices as RINGCOMM_KERNELS asks"):
-            CHECKS["reduce_scatter_tensor"](comm, case)
+        with pytest.raises(MismatchError) as raised:
+            call(comm)
             comm.barrier()
+            devices.runtime.synchronize(comm.rank)  # a send ends before its peer's error
+            comm.barrier()
+        text = str(raised.value)
+        assert text.count("slices as RINGCOMM_KERNELS asks") == 1, text
+        assert "ops and roots; set RINGCOMM_KERNELS to the same value on all ranks" in text
 
     world = devices.new_world(2, on=(0, 1), options=OPTIONS)
     devices.run(world, body)
