@@ -328,11 +328,18 @@ class DeviceHeap:
                 "device; torch.cuda.empty_cache() frees memory that torch caches"
             )
         grows = f"; the heap does not grow: {self.memory.why_fixed}" * bool(self.memory.why_fixed)
+        raises = f"raise {HEAP_BYTES_VARIABLE} (or heap_bytes=) before the heap's first use"
+        if stats["used_bytes"] + size_bytes - stats["committed_bytes"] > free_bytes:
+            # A larger heap alone would not help: the device lacks the memory, too.
+            raises = (
+                f"end other programs on the device and {raises}; torch.cuda.empty_cache() frees "
+                "memory that torch caches"
+            )
         return HeapError(
             f"{operation}: needs {size_bytes} bytes, free {stats['free_bytes']} bytes (largest "
             f"range {stats['largest_free_bytes']}) of the {self.capacity_bytes} bytes of the heap "
-            f"on device {self.device}{grows}. Free tensors of the heap, or raise "
-            f"{HEAP_BYTES_VARIABLE} (or heap_bytes=) before the heap's first use"
+            f"on device {self.device}{grows}; the device has {free_bytes} bytes free of "
+            f"{total_bytes}. Free tensors of the heap, or {raises}"
         )
 
     def stats(self) -> dict[str, int]:

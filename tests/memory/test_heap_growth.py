@@ -143,9 +143,34 @@ def test_a_heap_that_cannot_grow_waits_for_work_that_ends(runtime):
 
 def test_the_capacity_is_a_limit(runtime, monkeypatch):
     monkeypatch.setenv("RINGCOMM_CUDA_HEAP_BYTES", "8M")
-    with pytest.raises(HeapError, match=r"of the 8388608 bytes of the heap on device 0. Free"):
+    with pytest.raises(HeapError) as raised:
         take(9 * MIB)
+    assert (
+        f"of the {8 * MIB} bytes of the heap on device 0; the device has {62 * MIB} bytes free of "
+        f"{64 * MIB}. Free tensors of the heap, or raise RINGCOMM_CUDA_HEAP_BYTES"
+    ) in str(raised.value)
     assert committed() == 2 * MIB
+
+
+@pytest.mark.parametrize("kind", ["growing", "fixed"])
+def test_a_larger_limit_is_no_remedy_if_the_device_is_full_too(runtime, monkeypatch, kind):
+    monkeypatch.setenv("RINGCOMM_CUDA_HEAP_BYTES", "32M")
+    monkeypatch.setenv("RINGCOMM_CUDA_HEAP", kind)
+    heap = device_heap.device_heap(0)
+    free_bytes = 12 * MIB
+    other = runtime.allocate(0, 64 * MIB - heap.memory.committed_bytes - free_bytes)
+    with pytest.raises(HeapError) as raised:
+        take(48 * MIB)
+    assert (
+        f"; the device has {free_bytes} bytes free of {64 * MIB}. Free tensors of the heap, or end "
+        "other programs on the device and raise RINGCOMM_CUDA_HEAP_BYTES (or heap_bytes=) before "
+        "the heap's first use; torch.cuda.empty_cache()"
+    ) in str(raised.value)
+    if kind == "growing":  # the limit alone would allow it
+        with pytest.raises(HeapError, match=r"bytes free of 67108864: .*\. Free tensors") as raised:
+            take(20 * MIB)
+        assert "RINGCOMM_CUDA_HEAP_BYTES" not in str(raised.value)
+    runtime.free(0, other)
 
 
 def test_a_device_without_room_for_any_heap(runtime):
