@@ -7,6 +7,8 @@ mapped and acknowledged the previous one. The connection lasts as long as the ma
 of the heap are sent in the same way, and a thread of each reader maps them, so no rank waits for
 another rank's call. A slow reader, or a busy driver, only costs time: until all readers have
 acknowledged a chunk, peers do not access its memory directly, and kernels copy its data instead.
+A reader that cannot map a chunk *refuses* it: it sends the reason, and gets no further chunk. If
+the service cannot export a chunk, it sends the reason in place of the chunk.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from ringcomm.errors import RingcommError, start_thread
+from ringcomm.errors import printable, start_thread
 from ringcomm.process import LONGEST_LOOK_S, Deadline
 
 _HELLO = struct.Struct("<Q")  # the heap's token
 _CHUNK = struct.Struct("<QQQ")  # the chunk's offset and size, and the size of all chunks, in bytes
 _MAPPED = struct.Struct("<Q")  # bytes of the heap, from its start, that the reader has mapped
+_REASON_BYTES = 1000  # of a refusal; the text, in UTF-8, follows the numbers of the message
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _LISTEN = 128
 
@@ -56,13 +59,21 @@ class OfferedHeap(Protocol):
         """Records that all readers have mapped the first ``size_bytes`` of the heap."""
         ...
 
+    def tell_refused(self, refusal: str) -> None:
+        """Reports that a reader will never map more of the heap, and why."""
+        ...
+
 
 class _ReaderProgress:
-    """How many bytes of a heap were sent to a reader, and how many the reader has mapped."""
+    """How many bytes of a heap were sent to a reader, and how many the reader has mapped.
+
+    ``refusal`` says why the reader will never map more; "" while it may.
+    """
 
     def __init__(self) -> None:
         self.heap: OfferedHeap | None = None
         self.mapped_bytes = self.sent_bytes = 0
+        self.refusal, self.is_told = "", False
 
 
 class ChunkService:
@@ -94,9 +105,20 @@ class ChunkService:
                 handler: Callable[[socket.socket], None] = key.data
                 sock = key.fileobj
                 if not self._ended and isinstance(sock, socket.socket):
-                    handler(sock)
+                    self._handle(handler, sock)
         self._selector.close()
         self._listener.close()
+
+    def _handle(self, handler: Callable[[socket.socket], None], sock: socket.socket) -> None:
+        try:
+            handler(sock)
+        except Warning as warning:
+            # With -W error. No caller can catch it, and the thread must serve other readers.
+            threading.excepthook(
+                threading.ExceptHookArgs(
+                    (type(warning), warning, warning.__traceback__, threading.current_thread())
+                )
+            )
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -130,9 +152,9 @@ class ChunkService:
             self._end_if_idle()
 
     def _hear(self, connection: socket.socket) -> None:
-        """Receives a reader's message: first a heap's token, later its count of mapped bytes."""
+        """Receives a message: first a heap's token, later a count of mapped bytes, or a refusal."""
         try:
-            text = connection.recv(_HELLO.size)
+            text = connection.recv(_HELLO.size + _REASON_BYTES)
         except BlockingIOError:
             return
         except OSError:
@@ -144,6 +166,8 @@ class ChunkService:
             number = _HELLO.unpack(text)[0] if len(text) == _HELLO.size else None
             if reader.heap is None and number is not None:
                 reader.heap = self._heaps.get(number)
+            elif reader.heap is not None and len(text) > _MAPPED.size:
+                reader.refusal = reader.refusal or _reason_in(text[_MAPPED.size :])
             elif reader.heap is not None and number == reader.sent_bytes:
                 reader.mapped_bytes = number
             heap = reader.heap
@@ -165,22 +189,28 @@ class ChunkService:
         heap = reader.heap
         if (
             heap is None
+            or reader.refusal
             or reader.sent_bytes != reader.mapped_bytes
             or reader.sent_bytes >= heap.committed_bytes
         ):
             return
         try:
             size_bytes, descriptor = heap.export_after(reader.sent_bytes)
-        except RingcommError:
-            return  # the driver cannot export the chunk: kernels keep copying its data
-        try:
-            text = _CHUNK.pack(reader.sent_bytes, size_bytes, heap.committed_bytes)
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
-            with suppress(OSError):  # the reader has gone; _hear() notices it
+            try:
+                text = _CHUNK.pack(reader.sent_bytes, size_bytes, heap.committed_bytes)
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
                 connection.sendmsg([text], [rights])
+            finally:
+                os.close(descriptor)
             reader.sent_bytes += size_bytes
-        finally:
-            os.close(descriptor)
+        except ConnectionError:
+            pass  # the reader has gone; _hear() notices it
+        except (OSError, RuntimeError) as error:
+            reason = reason_of(error)
+            reader.refusal = f"this process cannot send a chunk of it to a peer: {reason}"
+            text = _CHUNK.pack(reader.sent_bytes, 0, heap.committed_bytes)
+            with suppress(OSError):  # the reader has gone
+                connection.send(text + _encoded(f"its process cannot send a chunk: {reason}"))
 
     def send_grown(self, heap: OfferedHeap) -> None:
         """Sends new chunks of ``heap`` to its readers."""
@@ -196,23 +226,43 @@ class ChunkService:
             return min(mapped, default=heap.committed_bytes)
 
     def notify(self, heap: OfferedHeap) -> None:
-        """Calls ``heap.set_reached``, then wakes the threads in :meth:`await_readers`."""
+        """Calls ``heap.set_reached``, then wakes the threads in :meth:`await_readers`.
+
+        Then reports new refusals to the heap, each once.
+        """
         heap.set_reached(self._reached(heap))
         with self._acknowledged:
             self._acknowledged.notify_all()
+            refused = [each for each in self._refusing(heap) if not each.is_told]
+            for each in refused:
+                each.is_told = True
+        for each in refused:
+            heap.tell_refused(each.refusal)
+
+    def _refusing(self, heap: OfferedHeap) -> list[_ReaderProgress]:
+        return [each for each in self._readers.values() if each.heap is heap and each.refusal]
+
+    def refusals(self, heap: OfferedHeap) -> list[str]:
+        """Returns why readers of ``heap`` will never map more of it; empty if all readers may."""
+        with self._lock:
+            return [each.refusal for each in self._refusing(heap)]
 
     def await_readers(self, heap: OfferedHeap, size_bytes: int, timeout_s: float) -> bool:
         """Waits until all readers have mapped the first ``size_bytes`` of ``heap``.
 
-        Returns False at the timeout. Time in which this process was stopped does not count.
+        Does not wait for readers that refuse. Returns False if a reader refuses, and at the
+        timeout. Time in which this process was stopped does not count.
         """
         deadline = Deadline(timeout_s)
         with self._acknowledged:
-            while self._reached(heap) < size_bytes:
+            while any(
+                each.heap is heap and each.mapped_bytes < size_bytes and not each.refusal
+                for each in self._readers.values()
+            ):
                 if deadline.is_over():
                     return False
                 self._acknowledged.wait(min(LONGEST_LOOK_S / 2, deadline.left_s()))
-        return True
+            return self._reached(heap) >= size_bytes
 
     # ---- heaps of other processes ---------------------------------------------------------------
 
@@ -223,8 +273,12 @@ class ChunkService:
         """
 
         def hear(connection: socket.socket) -> None:
-            if not map_next():
-                self._stop_hearing(connection)
+            may_follow = False
+            try:
+                may_follow = map_next()
+            finally:
+                if not may_follow:
+                    self._stop_hearing(connection)
 
         connection.setblocking(False)
         with self._lock:
@@ -342,10 +396,13 @@ def receive(connection: socket.socket) -> Sent | None:
     """Returns the next chunk; None if the other process has closed the connection.
 
     Raises:
-        OSError: no message arrived within the socket's timeout, or the message is not a chunk.
+        OSError: no message arrived within the socket's timeout, the message is not a chunk, or the
+            other process refuses; the error then has its reason.
     """
     room = socket.CMSG_SPACE(8 * array.array("i").itemsize)
-    text, ancillary, _, _ = connection.recvmsg(_CHUNK.size, room, socket.MSG_CMSG_CLOEXEC)
+    text, ancillary, _, _ = connection.recvmsg(
+        _CHUNK.size + _REASON_BYTES, room, socket.MSG_CMSG_CLOEXEC
+    )
     descriptors = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -357,6 +414,8 @@ def receive(connection: socket.socket) -> Sent | None:
         os.close(descriptor)
     if not text:
         return None
+    if len(text) > _CHUNK.size:
+        raise OSError(0, _reason_in(text[_CHUNK.size :]))
     raise OSError(0, "received a message that is not a chunk")
 
 
@@ -364,3 +423,22 @@ def acknowledge(connection: socket.socket, mapped_bytes: int) -> None:
     """Reports that this process has mapped the first ``mapped_bytes`` of the heap."""
     with suppress(OSError):  # the other process has ended
         connection.send(_MAPPED.pack(mapped_bytes))
+
+
+def refuse(connection: socket.socket, mapped_bytes: int, reason: str) -> None:
+    """Reports that this process will never map more than the first ``mapped_bytes``, and why."""
+    with suppress(OSError):  # the other process has ended
+        connection.send(_MAPPED.pack(mapped_bytes) + _encoded(reason))
+
+
+def _encoded(reason: str) -> bytes:
+    return (reason or "?").encode()[:_REASON_BYTES]
+
+
+def _reason_in(text: bytes) -> str:
+    return printable(text.decode(errors="replace"), allowed="")
+
+
+def reason_of(error: Exception) -> str:
+    """Returns the text of an error, without the number of an OSError."""
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

@@ -26,10 +26,12 @@ from ringcomm.errors import (
     UnsupportedError,
 )
 from ringcomm.json_reader import read_fields, shown
+from ringcomm.memory.chunk_service import reason_of
 from ringcomm.memory.device_memory import (
     MAPPING_WAIT_S,
     FixedMemory,
     GrowingMemory,
+    OfferedChunks,
     PeerAllocation,
     PeerChunks,
 )
@@ -276,16 +278,24 @@ class DeviceHeap:
         Call it before peers access this heap's memory without checking whether it is mapped yet.
 
         Raises:
-            HeapError: a process did not map the heap in time.
+            HeapError: a process did not map the heap in time, or cannot map it.
         """
-        if not self.memory.await_peers(timeout_s):
+        if self.memory.await_peers(timeout_s):
+            return
+        grown = f"{operation}: the heap on device {self.device} has grown"
+        memory = self.memory
+        if refusals := memory.refusals:
             raise HeapError(
-                f"{operation}: the heap on device {self.device} has grown to "
-                f"{self.memory.committed_bytes} bytes, but after {timeout_s:g} seconds the other "
-                f"processes have mapped only {self.memory.reached_bytes} bytes of it. Does a "
-                "process hang, or is its driver busy? See its output; or allocate before the ranks "
-                "wait for each other"
+                f"{grown}, but {'; '.join(refusals)}. Only {memory.reached_bytes} of its "
+                f"{memory.committed_bytes} bytes are mapped by all processes. Free memory of the "
+                f"device, or set {HEAP_KIND_VARIABLE}=fixed on all ranks; then start them again"
             )
+        raise HeapError(
+            f"{grown} to {memory.committed_bytes} bytes, but after {timeout_s:g} seconds the other "
+            f"processes have mapped only {memory.reached_bytes} bytes of it. Does a process hang, "
+            "or is its driver busy? See its output; or allocate before the ranks wait for each "
+            "other"
+        )
 
     def give_back(self, offset_bytes: int, streams: dict[int, Stream | None]) -> None:
         """Frees an allocation's space; does nothing in a forked child, as the parent owns it."""
@@ -722,14 +732,21 @@ class _OpenedHeap(MappedDeviceHeap):
 
     __slots__ = ("_closed", "_opened_by", "memory")
 
-    def __init__(self, runtime: DeviceRuntime, device: int, handle: DeviceHandle) -> None:
+    def __init__(
+        self, runtime: DeviceRuntime, device: int, handle: DeviceHandle, reader: str
+    ) -> None:
         self.memory = (
             PeerChunks(
                 runtime,
                 device,
-                (bytes.fromhex(handle.service), handle.pid),
-                handle.token,
-                handle.capacity_bytes,
+                OfferedChunks(
+                    bytes.fromhex(handle.service),
+                    handle.pid,
+                    handle.token,
+                    handle.capacity_bytes,
+                    handle.named,
+                    reader,
+                ),
             )
             if handle.service
             else PeerAllocation(runtime, device, bytes.fromhex(handle.ipc_handle))
@@ -783,13 +800,16 @@ def opened_heaps() -> int:
     return len(_mappings.opened)
 
 
-def map_device_heap(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> MappedDeviceHeap:
+def map_device_heap(
+    handle: DeviceHandle, own_heap: DeviceHeap, operation: str, reader: str
+) -> MappedDeviceHeap:
     """Returns the heap of ``handle``, mapped for kernels on ``own_heap``'s device.
 
     Args:
         handle: the handle that the peer sent.
         own_heap: this rank's heap.
         operation: named in errors.
+        reader: this rank, for messages about later chunks of the heap.
 
     Raises:
         UnsupportedError: the two devices cannot access each other; the message names usual causes.
@@ -805,7 +825,7 @@ def map_device_heap(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) 
         )
     if (handle.pid, handle.pid_namespace) == (os.getpid(), machine_identity()[2]):
         return _peer_device(handle, own_heap, operation)
-    return _open(handle, own_heap, operation)
+    return _open(handle, own_heap, operation, reader)
 
 
 def _peer_device(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> MappedDeviceHeap:
@@ -823,7 +843,9 @@ def _peer_device(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> 
     return MappedDeviceHeap(heap.base_ptr, 0, heap)
 
 
-def _open(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> MappedDeviceHeap:
+def _open(
+    handle: DeviceHandle, own_heap: DeviceHeap, operation: str, reader: str
+) -> MappedDeviceHeap:
     process, runtime, device = _mappings, own_heap.runtime, own_heap.device
     if not handle.ipc_handle and not handle.service:
         raise _unreachable(handle, own_heap, operation, handle.ipc_refusal)
@@ -832,11 +854,11 @@ def _open(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> MappedD
         opened = process.opened.get(key)
         if opened is None:
             try:
-                opened = _OpenedHeap(runtime, device, handle)
+                opened = _OpenedHeap(runtime, device, handle, reader)
             except UnsupportedError as error:
                 raise _unreachable(handle, own_heap, operation, str(error)) from error
             except OSError as error:
-                raise _no_chunks(handle, operation, error) from error
+                raise _no_chunks(handle, operation, reason_of(error)) from error
             if not process.closes_at_exit:
                 # Not atexit: child processes of multiprocessing skip its functions.
                 Finalize(None, close_mappings, exitpriority=UNMAP_PRIORITY)
@@ -850,12 +872,12 @@ def _open(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> MappedD
                 )
             process.opened[key] = opened
     if not opened.memory.await_bytes(handle.committed_bytes, MAPPING_WAIT_S):
-        raise _no_chunks(handle, operation, OSError(0, "a chunk did not arrive, or was not mapped"))
+        reason = opened.memory.refusal or "a chunk did not arrive, or was not mapped"
+        raise _no_chunks(handle, operation, reason)
     return opened
 
 
-def _no_chunks(handle: DeviceHandle, operation: str, error: OSError) -> RendezvousError:
-    said = error.strerror or str(error) or type(error).__name__
+def _no_chunks(handle: DeviceHandle, operation: str, said: str) -> RendezvousError:
     return RendezvousError(
         f"{operation}: the heap of {handle.named} could not be mapped: {said}. Has the peer "
         "ended? Do the ranks run in containers that do not share a network namespace? Share it, or "

@@ -13,12 +13,14 @@ import os
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from ringcomm.cuda.runtime import DeviceRuntime
 from ringcomm.cuda.virtual_memory import ChunkedRange, MappedChunk
-from ringcomm.errors import RingcommError, UnsupportedError
+from ringcomm.errors import UnsupportedError
 from ringcomm.memory.chunk_service import (
     ChunkService,
     Sent,
@@ -26,7 +28,9 @@ from ringcomm.memory.chunk_service import (
     connect,
     follow,
     offer,
+    reason_of,
     receive,
+    refuse,
 )
 from ringcomm.process import Deadline
 
@@ -39,6 +43,11 @@ GROWTH_BYTES = 256 << 20
 GROWTH_WAIT_S = 2.0
 # Seconds for which a process waits for the chunks of a running peer.
 MAPPING_WAIT_S = 30.0
+
+_SLOWER = (
+    "calls copy other data through staging, which takes longer, and calls that cannot use staging "
+    "raise HeapError. Free memory of the device, or set RINGCOMM_CUDA_HEAP=fixed on all ranks"
+)
 
 
 class FixedMemory:
@@ -57,6 +66,7 @@ class FixedMemory:
         self._runtime, self._device = runtime, device
         self.capacity_bytes = self.committed_bytes = self.reached_bytes = capacity_bytes
         self.why_fixed = why_fixed
+        self.refusals: Sequence[str] = ()
         self.base_ptr = runtime.allocate(device, capacity_bytes)
 
     def grow(self, end_bytes: int) -> None:
@@ -129,7 +139,8 @@ class GrowingMemory:
         Raises:
             MemoryError: the device has too little free memory.
             UnsupportedError: the driver refuses.
-            Warning: with -W error, a callback of :meth:`on_grown` has warned. The heap has grown.
+            Warning: with -W error, a callback of :meth:`on_grown` has warned, or this process
+                cannot send the chunk. The heap has grown.
         """
         with self._growing:
             if end_bytes <= self.committed_bytes:
@@ -154,7 +165,10 @@ class GrowingMemory:
         if service is None:
             self.set_reached(self.committed_bytes)
         else:
-            service.send_grown(self)
+            try:
+                service.send_grown(self)
+            except Warning as warning:  # a chunk cannot be exported (-W error)
+                refused = warning
             service.await_readers(self, self.committed_bytes, GROWTH_WAIT_S)
         if refused is not None:
             raise refused
@@ -225,12 +239,29 @@ class GrowingMemory:
         with self._guard:  # set last, as threads that wait for it rely on the callbacks' effects
             self.reached_bytes = max(self.reached_bytes, size_bytes)
 
+    def tell_refused(self, refusal: str) -> None:
+        """Warns that a process will never map more of this memory; the chunk service calls it."""
+        warnings.warn(
+            f"the heap on device {self._device} has grown, but {refusal}. Peers read only its "
+            f"first {self.reached_bytes} bytes in place: {_SLOWER}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    @property
+    def refusals(self) -> Sequence[str]:
+        """The reasons for which peers will never map more of this memory; empty if all may."""
+        return self._service.refusals(self) if self._service is not None else ()
+
     def await_peers(self, timeout_s: float) -> bool:
-        """Waits until peers map all of the memory; returns False after ``timeout_s`` seconds."""
+        """Waits until peers map all of the memory.
+
+        Returns False after ``timeout_s`` seconds, and if a peer will never map it (``refusals``).
+        """
         service = self._service
         if service is None or self.reached_bytes >= self.committed_bytes:
             return True
-        return service.await_readers(self, self.committed_bytes, timeout_s)
+        return not self.refusals and service.await_readers(self, self.committed_bytes, timeout_s)
 
     def close(self) -> None:
         if self._service is not None:
@@ -248,6 +279,8 @@ class PeerAllocation:
         UnsupportedError: the driver refuses.
     """
 
+    refusal = ""
+
     def __init__(self, runtime: DeviceRuntime, device: int, handle: bytes) -> None:
         self._runtime, self._device = runtime, device
         self.base_ptr = runtime.open_handle(device, handle)
@@ -260,6 +293,23 @@ class PeerAllocation:
         self._runtime.close_handle(self._device, self.base_ptr)
 
 
+class OfferedChunks(NamedTuple):
+    """A peer's :class:`GrowingMemory`, as the peer's handle describes it.
+
+    Attributes:
+        service, pid: the name of the chunk service of the peer's process, and the process's pid.
+        token, capacity_bytes: token and largest size of the heap.
+        owner, reader: the peer and this rank, for messages.
+    """
+
+    service: bytes
+    pid: int
+    token: int
+    capacity_bytes: int
+    owner: str
+    reader: str
+
+
 class PeerChunks:
     """Another process's :class:`GrowingMemory`, mapped for a device, including its later chunks.
 
@@ -268,33 +318,28 @@ class PeerChunks:
     Args:
         runtime: runtime of the device.
         device: ordinal of the device.
-        service: the name of the other process's service, and the process's pid.
-        token: token of the heap.
-        capacity_bytes: largest size of the heap.
+        offered: the memory.
+
+    Attributes:
+        base_ptr: address of the memory in this process.
+        refusal: the reason for which no later chunk will be mapped; "" if later chunks may be.
 
     Raises:
         UnsupportedError: the driver refuses.
         OSError: the other process does not answer, or sends no chunk.
     """
 
-    def __init__(
-        self,
-        runtime: DeviceRuntime,
-        device: int,
-        service: tuple[bytes, int],
-        token: int,
-        capacity_bytes: int,
-    ) -> None:
-        name, pid = service
-        self._runtime, self._device = runtime, device
+    def __init__(self, runtime: DeviceRuntime, device: int, offered: OfferedChunks) -> None:
+        self._runtime, self._device, self._offered = runtime, device, offered
         self._lock = threading.Lock()
         self._closed = False
-        self._range = ChunkedRange(runtime, device, capacity_bytes)
+        self.refusal = ""
+        self._range = ChunkedRange(runtime, device, offered.capacity_bytes)
         self.base_ptr = self._range.base_ptr
         self._connection: socket.socket | None = None
         self._service: ChunkService | None = None
         try:
-            self._connection = connect(name, pid, token, MAPPING_WAIT_S)
+            self._connection = connect(offered.service, offered.pid, offered.token, MAPPING_WAIT_S)
             there_bytes = 1
             while self._range.mapped_bytes < there_bytes:
                 sent = receive(self._connection)
@@ -325,9 +370,13 @@ class PeerChunks:
             acknowledge(self._connection, self._range.mapped_bytes)
 
     def _map_next(self) -> bool:
-        """Maps a received chunk; returns False if no more chunks can follow."""
+        """Maps a received chunk; returns False if no more chunks can follow.
+
+        Raises:
+            Warning: with -W error, the chunk cannot be mapped.
+        """
         with self._lock:
-            if self._closed or self._connection is None:
+            if self._closed or self._connection is None or self.refusal:
                 return False
             try:
                 sent = receive(self._connection)
@@ -335,17 +384,38 @@ class PeerChunks:
                     self._map(sent)
             except BlockingIOError:
                 return True
-            except (OSError, RingcommError):
+            except ConnectionError:
+                return False  # the other process has ended
+            except (OSError, RuntimeError) as error:
                 # Without an acknowledgement, the heap's owner treats this chunk as not mapped here.
                 # Keep the connection open: its end would mean that no chunk is mapped here.
-                return False
-            return sent is not None
+                mapped_bytes, self.refusal = self._range.mapped_bytes, reason_of(error)
+                reader = self._offered.reader
+                refuse(
+                    self._connection,
+                    mapped_bytes,
+                    f"{reader} cannot map a chunk of it: {self.refusal}",
+                )
+            else:
+                return sent is not None
+        # Without the lock: a filter of warnings may run any code.
+        warnings.warn(
+            f"{self._offered.reader}: the heap of {self._offered.owner} has grown, but a new chunk "
+            f"of it cannot be mapped: {self.refusal}. This process reads only its first "
+            f"{mapped_bytes} bytes in place: {_SLOWER}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
 
     def await_bytes(self, size_bytes: int, timeout_s: float) -> bool:
-        """Waits until the first ``size_bytes`` are mapped; returns False after ``timeout_s``."""
+        """Waits until the first ``size_bytes`` are mapped.
+
+        Returns False after ``timeout_s``, and if they never will be (``refusal``).
+        """
         deadline = Deadline(timeout_s)
         while self._range.mapped_bytes < size_bytes:
-            if deadline.is_over():
+            if self.refusal or deadline.is_over():
                 return False
             time.sleep(0.001)
         return True

@@ -74,14 +74,14 @@ def test_a_bad_handle_is_refused(runtime, changes, said):
 
 def test_a_rank_on_the_same_device_needs_no_mapping(runtime):
     heap = device_heap.device_heap(0)
-    mapped = map_device_heap(handle_of(heap), heap, "op")
+    mapped = map_device_heap(handle_of(heap), heap, "op", "the reader")
     assert (mapped.base_ptr, mapped.pid, mapped.heap) == (heap.base_ptr, 0, heap)
     assert not runtime.peers
 
 
 def test_a_rank_on_another_device_is_reached_by_peer_access(runtime):
     heap, other = device_heap.device_heap(0), device_heap.device_heap(1)
-    mapped = map_device_heap(handle_of(other), heap, "op")
+    mapped = map_device_heap(handle_of(other), heap, "op", "the reader")
     assert (mapped.base_ptr, mapped.pid) == (other.base_ptr, 0)
     assert runtime.peers == {(0, 1)}
     assert runtime.opened() == []
@@ -90,7 +90,7 @@ def test_a_rank_on_another_device_is_reached_by_peer_access(runtime):
 def test_devices_without_peer_access_are_both_named(runtime):
     heap, other = device_heap.device_heap(0), device_heap.device_heap(2)
     with pytest.raises(UnsupportedError) as raised:
-        map_device_heap(handle_of(other, rank=4, world=5), heap, "building")
+        map_device_heap(handle_of(other, rank=4, world=5), heap, "building", "the reader")
     text = str(raised.value)
     for word in (
         "building: device 0 (Emulated GPU at 0000:10:00.0) of this rank",
@@ -108,20 +108,20 @@ def test_what_cannot_be_mapped(runtime):
     heap = device_heap.device_heap(0)
     handle = replace(handle_of(heap), token=heap.token ^ 1)
     with pytest.raises(RendezvousError, match="is in this process, which has no such heap"):
-        map_device_heap(handle, heap, "op")
+        map_device_heap(handle, heap, "op", "the reader")
     with pytest.raises(MismatchError, match="kind 'cuda', this rank one of kind 'emulated'"):
-        map_device_heap(replace(handle, kind="cuda"), heap, "op")
+        map_device_heap(replace(handle, kind="cuda"), heap, "op", "the reader")
     elsewhere = replace(handle, pid=handle.pid + 1)
     if heap.memory.why_fixed:
         # The emulator, like CUDA, refuses its own process's handle, whatever pid it names.
         with pytest.raises(UnsupportedError, match="invalid device context"):
-            map_device_heap(elsewhere, heap, "op")
+            map_device_heap(elsewhere, heap, "op", "the reader")
     else:
         with pytest.raises(RendezvousError, match="mapped: another process answers there"):
-            map_device_heap(elsewhere, heap, "op")
+            map_device_heap(elsewhere, heap, "op", "the reader")
     without = replace(elsewhere, service="", ipc_handle="", ipc_refusal="it said no")
     with pytest.raises(UnsupportedError, match=r"cannot reach .*: it said no\. Usual causes"):
-        map_device_heap(without, heap, "op")
+        map_device_heap(without, heap, "op", "the reader")
 
 
 def test_a_driver_without_ipc_serves_ranks_of_one_process(runtime, monkeypatch):
@@ -134,7 +134,7 @@ def test_a_driver_without_ipc_serves_ranks_of_one_process(runtime, monkeypatch):
     heap = device_heap.device_heap(0)
     handle = handle_of(heap)
     assert (handle.ipc_handle, handle.ipc_refusal) == ("", "no IPC here")
-    assert map_device_heap(handle, heap, "op").base_ptr == heap.base_ptr
+    assert map_device_heap(handle, heap, "op", "the reader").base_ptr == heap.base_ptr
 
 
 # ---- ranks of several processes ------------------------------------------------------------------
@@ -145,14 +145,14 @@ def _shares_mappings(store, rank, world):
     cuda.use(runtime)
     heap, second = device_heap.device_heap(0), device_heap.device_heap(1)
     handles = exchange_handles(store, rank, world, heap)
-    first = [map_device_heap(handle, heap, "op") for handle in handles]
+    first = [map_device_heap(handle, heap, "op", "the reader") for handle in handles]
     assert [mapped.pid for mapped in first] == [
         0 if each == rank else handle.pid for each, handle in enumerate(handles)
     ]
-    again = [map_device_heap(handle, heap, "op") for handle in handles]
+    again = [map_device_heap(handle, heap, "op", "the reader") for handle in handles]
     assert len(runtime.opened()) == device_peers.opened_heaps() == world - 1
     # Another device of this process has its own mappings.
-    others = [map_device_heap(handle, second, "op") for handle in handles]
+    others = [map_device_heap(handle, second, "op", "the reader") for handle in handles]
     assert device_peers.opened_heaps() == 2 * (world - 1)
     del first, others
     gc.collect()
@@ -176,7 +176,7 @@ def _maps_an_impostor(store, rank, world, kind):
     other = {"ipc_handle": "00" * 64} if kind == "fixed" else {"service": "00" * 6}
     for wrong in (replace(peer, token=peer.token ^ 1), replace(peer, **other)):
         try:
-            map_device_heap(wrong, heap, "op")
+            map_device_heap(wrong, heap, "op", "the reader")
         except (RendezvousError, UnsupportedError) as error:
             said.append(f"{type(error).__name__}: {error}")
     gc.collect()
@@ -214,7 +214,8 @@ def _closes_in_order(store, rank, world, path, kind):
     heap = device_heap.device_heap(0)
     heap.memory.close = partial(_write_down, log, "free", heap.memory.close)  # type: ignore[method-assign]
     globals()["kept"] = [
-        map_device_heap(h, heap, "op") for h in exchange_handles(store, rank, world, heap)
+        map_device_heap(h, heap, "op", "the reader")
+        for h in exchange_handles(store, rank, world, heap)
     ]
     (opened,) = device_peers._mappings.opened.values()
     opened.memory.close = partial(_write_down, log, "close", opened.memory.close)  # type: ignore[method-assign]

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -456,6 +458,82 @@ def _refused(store, rank, world):
         kept.clear()
         comm.barrier()
     return no_leak(devices, store, world)
+
+
+READER = r"rank 1 \(pid \d+, device 0: Emulated GPU at \S+\)"
+REASON = r"cuMem: CUDA error 2: out of memory"
+
+
+def _is_refused_later(store, rank, world, side):
+    """From its second chunk on, rank 1 cannot map rank 0's heap, or rank 0 cannot export it."""
+    devices = Devices("emulated", devices=1)
+    kept: list[torch.Tensor] = []
+    device_memory.GROWTH_WAIT_S = 1000.0  # no growth waits for a refusing peer
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with connect(store, rank, world) as comm, devices.as_on_gpu(comm):
+            sum_of(comm, 5000, kept)
+            comm.barrier()
+
+            def refuse(*arguments: Any) -> None:
+                raise virtual_memory.DriverRefusal("cuMem: CUDA error 2: out of memory", 2)
+
+            if rank == ("owner", "reader").index(side):
+                method = "adopt" if side == "reader" else "export"
+                setattr(virtual_memory.ChunkedRange, method, refuse)
+            comm.barrier()
+            if rank == 0:
+                kept.append(ringcomm.empty(COUNT, device="cuda:0").fill_(1.0))
+            for turn in range(2):
+                tensor = kept[-1] if rank == 0 else torch.ones(COUNT)
+                comm.all_reduce(tensor)
+                assert torch.equal(on_host(tensor), torch.full((COUNT,), 2.0))
+                if rank == 0:
+                    kept.append(ringcomm.empty(COUNT << turn, device="cuda:0")[:COUNT].fill_(1.0))
+            said = "no error"
+            if rank == 0:
+                assert lent(comm)[0] < lent(comm)[1]
+                comm.timeout = 1000.0
+                with pytest.raises(HeapError) as raised:
+                    comm.engine.device_core.await_peers("step")  # type: ignore[attr-defined]
+                said = str(raised.value)
+            else:  # nor does a rendezvous wait for a refused chunk
+                (opened,) = device_heap._mappings.opened.values()
+                assert not opened.memory.await_bytes(64 * MIB, 1000.0)
+                assert re.search(REASON, opened.memory.refusal)
+                del opened
+            comm.barrier()
+            devices.runtime.synchronize(0)
+            kept.clear()
+            del tensor
+    texts = [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)]
+    return texts, said, no_leak(devices, store, world)
+
+
+@pytest.mark.parametrize(
+    ("side", "owner_says", "reader_says"),
+    [
+        (
+            "reader",
+            f"but {READER} cannot map a chunk of it: {REASON}",
+            f"{READER}: the heap of rank 0 .* has grown, but a new chunk of it cannot be mapped: ",
+        ),
+        (
+            "owner",
+            f"but this process cannot send a chunk of it to a peer: {REASON}",
+            f"{READER}: the heap of rank 0 .*: its process cannot send a chunk: ",
+        ),
+    ],
+    ids=["reader", "owner"],
+)
+def test_a_chunk_that_no_peer_can_map_is_no_secret(side, owner_says, reader_says):
+    (texts, said, left), reader = run_ranks(_is_refused_later, 2, side, timeout_s=100)
+    assert [left, reader[1:]] == [0, ("no error", 0)]
+    (warned,), (warned_there,) = texts, reader[0]
+    assert re.search(f"the heap on device 0 has grown, {owner_says}", warned), warned
+    assert re.search(reader_says + REASON, warned_there), warned_there
+    assert re.match(f"step on rank 0 of 2: the heap on device 0 has grown, {owner_says}", said)
+    assert re.search(r"\. Only \d+ of its \d+ bytes are mapped by all processes\. Free", said), said
 
 
 def test_a_refused_growth_leaves_all_ranks_usable():

@@ -435,7 +435,10 @@ def rendezvous_on_device(
             core = DeviceCore(heap, membership, chosen, channels, multiprocessors, presence)
             core.native.limit_message_channels(_message_channels(infos, channels))
             handles = _handles(rendezvous, spec, core, infos)
-            mapped = [map_device_heap(handle, heap, spec.operation) for handle in handles]
+            mapped = [
+                map_device_heap(handle, heap, spec.operation, handles[membership.rank].named)
+                for handle in handles
+            ]
             core.reach(handles, mapped)
             links = Links(heap, membership.rank, handles, mapped, core.native.words_bytes)
             _prove_now(links, rendezvous, spec)

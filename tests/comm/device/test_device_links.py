@@ -44,7 +44,7 @@ def heaps() -> Iterator[list[DeviceHeap]]:
 
 
 def links_of(heap: DeviceHeap, rank: int, handles: list[DeviceHandle]) -> Links:
-    mapped = [map_device_heap(handle, heap, "op") for handle in handles]
+    mapped = [map_device_heap(handle, heap, "op", "the reader") for handle in handles]
     return Links(heap, rank, handles, mapped, SCRATCH)
 
 

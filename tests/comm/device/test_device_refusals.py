@@ -108,9 +108,9 @@ def test_a_rank_that_fails_when_its_peers_have_mapped_it(emulated, monkeypatch):
     emulated()
     peers_prove = threading.Barrier(3)
 
-    def maps(handle, heap, operation):
+    def maps(handle, heap, operation, reader):
         if "rank 1 " not in operation:
-            return map_device_heap(handle, heap, operation)
+            return map_device_heap(handle, heap, operation, reader)
         peers_prove.wait(OPTIONS.timeout_s)
         raise UnsupportedError(f"{operation}: no way")
 
