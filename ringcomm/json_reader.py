@@ -43,7 +43,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# The exceptions that code may raise when it reads damaged data (a RingcommError: RuntimeError).
+# The exceptions that code may raise when it reads damaged data (RingcommError is a RuntimeError).
 DAMAGE = (
     *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError),
     MemoryError,
@@ -239,7 +239,7 @@ def read_object(kind: type[T], data: Any, where: str = "") -> T:
     known = {field.name: field for field in fields(kind) if field.init}  # type: ignore[arg-type]
     for name, value in data.items():
         if name not in known:
-            raise _wrong(f"{where}.{name[:80]}", f"no such entry in a {kind.__name__}", value)
+            raise _wrong(f"{where}.{name[:80]}", f"only entries of a {kind.__name__}", value)
     hints = typing.get_type_hints(kind)
     return kind(
         **{

@@ -218,7 +218,7 @@ class IncompatibleKeys(NamedTuple):
     unexpected_keys: tuple[str, ...]
 
     def in_words(self, has: str) -> str:
-        """Describes the difference for an error; the text begins with ``has``: "they have"."""
+        """Describes the difference for an error: "they have no X" if ``has`` is "they have"."""
         said = [f"{has} no {some(self.missing_keys)}"] if self.missing_keys else []
         said += [f"the module has no {some(self.unexpected_keys)}"] if self.unexpected_keys else []
         return ", and ".join(said)

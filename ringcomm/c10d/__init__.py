@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["register"]
 
-# Equals BACKEND_NAME of the process group, which this module must not load.
+# Equals BACKEND_NAME in process_group.py; this module must not load that module.
 _NAME = "ringcomm"
 
 

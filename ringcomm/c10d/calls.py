@@ -90,7 +90,7 @@ OP_TYPES = {
     "batch": int(OpType.COALESCED),
 }
 
-# A barrier's wait ends this long after its kernel's timeout: the kernel's fault is more exact.
+# A barrier's wait ends this long after its kernel's timeout, since the kernel's error says more.
 KERNEL_GRACE = timedelta(seconds=5)
 
 
@@ -100,8 +100,8 @@ class CompletedWork(Work):
 
     A call on a device is on the caller's current stream, whose later work follows it.
 
-    :func:`completed` makes the work, since an ``__init__`` in Python would double the cost of
-    making it; a ``__dict__`` would add a quarter.
+    :func:`completed` makes the work: an ``__init__`` in Python would double the cost of making it,
+    and a ``__dict__`` would raise this cost by a quarter.
     """
 
     __slots__ = ("_op_type", "_tensors")
@@ -303,7 +303,7 @@ def _lists(tensors: Sequence[Tensor] | None) -> list[list[Tensor]]:
 
 
 def _any_op() -> Any:
-    # Python can make only this default ReduceOp for an operator; the call itself uses its own op.
+    # Python can pass only a default ReduceOp to an operator; the call itself uses the caller's op.
     return torch.classes.c10d.ReduceOp()
 
 
@@ -343,7 +343,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., list[Any]]]] = {
 
 
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode below all other modes: makes the call once these have seen its operator."""
+    """A mode below all other modes; makes the call once the other modes have seen its operator."""
 
     def __init__(self, operator: Any, make: Callable[[], Work]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -631,7 +631,7 @@ class Calls:
         admit_keys(where(name, communicator.rank, communicator.world_size))
         how = (True, UNSET_TIMEOUT) if opts is None else (opts.asyncOp, opts.timeout)
         work = seen_by_modes(Seen(cast(ProcessGroup, self), name, args, *how), make)
-        # None: a mode has not called the operator; that mode has made the call, or suppresses it.
+        # None: a mode did not let the operator through; it made the call itself, or suppressed it.
         return completed([], OP_TYPES[name]) if work is None else work
 
     def _made(self, status: int, engine: CallEngine, name: str, tensors: list[Tensor]) -> Work:

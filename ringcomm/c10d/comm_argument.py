@@ -140,8 +140,8 @@ def _sizes(axes: dict[str, int], rank: int, world_size: int) -> dict[str, int]:
     told = " x ".join(f"{name}={axes[name]}" for name in AXES if name in axes)
     if len(left) > 1 or world_size % given or (not left and given != world_size):
         raise ArgumentError(
-            f"{head}: expected sizes whose product is the {world_size} ranks (one of them may be "
-            f"-1), got {told}"
+            f"{head}: expected sizes whose product is the number of ranks, {world_size} "
+            f"(one size may be -1), got {told}"
         )
     return {
         name: world_size // given if name in left else axes[name] for name in AXES if name in axes

@@ -120,7 +120,7 @@ class Communicators:
                 found = sorted({str(each.device) for each in tensors})
                 raise ArgumentError(
                     f"{self._checks(operation)}: expected tensors on one device, got them on "
-                    f"{' and '.join(found)}; copy them to one of these with .to(device)"
+                    f"{' and '.join(found)}; copy them to one device with .to(device)"
                 )
         return self.host if device is None else self.on_device(device, operation)
 
@@ -157,7 +157,7 @@ class Communicators:
                 f"{self._checks(operation)}: the process group was aborted or shut down; "
                 "make a new one"
             )
-        # The name has a count and not the device's number, which differs between processes.
+        # The name contains a count, since the device's number may differ between processes.
         return host.group_at(
             self._store,
             range(host.world_size),
@@ -185,6 +185,6 @@ class Communicators:
             communicator.abort(reason)
 
     def close(self) -> None:
-        with ExitStack() as stack:  # closes in reverse order, and all even if one fails
+        with ExitStack() as stack:  # closes all in reverse order, even if one close fails
             for communicator in self._all():
                 stack.callback(communicator.close)

@@ -110,7 +110,7 @@ class Barriers(Calls):
         else:
             inner = communicator.engine.submit(_barrier_of(communicator), "barrier", timeout=limit)
         if cuda.current().is_capturing(device):
-            # An event in a capture never completes: the graph is ordered, and the host cannot wait.
+            # The host cannot wait for an event in a capture; the graph itself keeps the order.
             work: PendingWork = PendingWork(inner, [], OP_TYPES["barrier"])
         else:
             work = BarrierWork(inner, communicator.timeout if limit is None else limit)

@@ -46,7 +46,7 @@ def any_rank(comm: Communicator, mine: Sequence[bool]) -> list[bool]:
 
 @contextmanager
 def _faults_of_host(comm: Communicator) -> Iterator[None]:
-    """Ends ``comm`` if a call of its host communicator fails, as a fault of ``comm`` would."""
+    """A context that ends ``comm``, as a fault does, if a call of its host communicator fails."""
     comm.engine.raise_if_unusable("all_reduce")
     try:
         yield

@@ -177,7 +177,7 @@ def group_of_mesh(mesh: DeviceMesh, operation: str) -> ProcessGroup:
         names = mesh.mesh_dim_names or ("tp",)
         raise ArgumentError(
             f"{operation}: expected a DeviceMesh of one dimension as the group, such as "
-            f"mesh[{names[-1]!r}], got one of {mesh.ndim}"
+            f"mesh[{names[-1]!r}], got a mesh of {mesh.ndim} dimensions"
         )
     return mesh.get_group()
 

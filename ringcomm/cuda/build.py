@@ -32,7 +32,7 @@ from ringcomm.errors import UnsupportedError
 
 CACHE_DIR_VARIABLE = "RINGCOMM_CACHE_DIR"
 # A compilation takes up to a minute. If a process holds a lock for longer than this, it seems to be
-# suspended, and others compile without the lock. Results are correct without it: it saves work.
+# suspended, and others compile without the lock, which only saves work.
 LOCK_TIMEOUT_S = 300.0
 _POLL_S = 0.05
 _MAGIC = b"ringcomm kernel 1\n"

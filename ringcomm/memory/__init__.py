@@ -88,10 +88,9 @@ def zeros(*size: Any, dtype: torch.dtype | None = None, device: object = None) -
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Turns gradients and inference mode off: tensors made inside can be changed in place later.
+    """Turns gradients and inference mode off, so that new tensors can always be changed in place.
 
-    Outside ``torch.inference_mode()`` torch refuses to change tensors in place that were made
-    inside.
+    Outside ``torch.inference_mode()`` torch refuses to change tensors that were made in this mode.
     """
     # Leaving inference mode turns gradients on, so turn them off after leaving it.
     with torch.inference_mode(False), torch.no_grad():

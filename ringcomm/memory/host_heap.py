@@ -106,7 +106,7 @@ def parse_bytes(text: str, name: str) -> int:
     stripped = text.strip().lower().removesuffix("ib").removesuffix("b")
     digits = stripped.rstrip("kmgt")
     unit = _SIZE_SUFFIXES.get(stripped[len(digits) :])
-    # int() raises its own error for a number of thousands of digits.
+    # int() raises its own error if a number has thousands of digits, so check the length first.
     if unit is None or not digits.strip().isdecimal() or len(digits) > MOST_DIGITS:
         raise ArgumentError(
             f"{name}: expected a number of bytes such as 1073741824, 512M or 8G, got {text[:80]!r}"

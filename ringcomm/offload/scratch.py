@@ -567,7 +567,7 @@ def _cause(result: dict[str, Any]) -> tuple[str, str]:
 # A chunk has the same range of addresses at all times, but the range has pages only while the
 # chunk's content is in memory. A chunk that enters memory takes its pages from a chunk that leaves:
 # mremap(2) moves pages between ranges of addresses. If pages were freed and allocated again, the
-# system would zero them, which made reads of 4 MiB 0.75 times as fast (Xeon family 6 model 207, 2
+# system would zero them: reads of 4 MiB were then 0.75 times as fast (Xeon family 6 model 207, 2
 # virtual cores, a disk of 2 GB/s).
 # Order. :meth:`DiskChunks.here` reads a chunk and keeps it while the context lasts; changes are
 # written in the background when the context ends. Used chunks stay until others need the memory;
@@ -729,7 +729,7 @@ class DiskChunks:
 
     @contextmanager
     def keeping_faults(self) -> Iterator[None]:
-        """Stores errors of the disk in :attr:`fault`; this thread does not raise them inside.
+        """A context in which this thread stores errors of the disk in :attr:`fault`, raising none.
 
         So this rank can continue the calls for which other ranks wait, without the lost data. After
         a fault nothing is written.

@@ -205,7 +205,7 @@ FIRST_POLL_S = 0.0002
 LAST_POLL_S = 0.02
 # The first stages: a rank that has arrived has posted in one of them.
 FIRST_STAGES = ("device", "heap")
-# Rank 0 waits these seconds for peers to read its error: the store usually ends with its process.
+# Seconds for which rank 0 waits for peers to read its error: the store usually ends with rank 0.
 LINGER_S = 2.0
 NODE_ID_VARIABLE = "RINGCOMM_NODE_ID"
 MOST_NODE_ID_CHARS = 200

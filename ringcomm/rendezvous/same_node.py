@@ -449,8 +449,8 @@ def ask_port(sockets: LaunchSockets, deadline: Deadline) -> int:
     strangers: set[str] = set()
     while not deadline.is_over():
         with _connected(sockets.abstract, strangers) as outside:
-            # Rank 0 listens in the folder before it listens here. If it listens here, but not in
-            # this rank's folder, it uses another folder.
+            # Rank 0 listens in its folder before it listens at the abstract socket. If it
+            # listens at this socket, but not in this rank's folder, it uses another folder.
             port = _asked_in_folder(sockets, deadline, strangers)
             if port is None and outside is not None:
                 port = _answer(outside, deadline)

@@ -47,7 +47,7 @@ T = TypeVar("T")
 _TWO_NUMBERS = struct.Struct("<qq")
 # Memory of contexts that ended without all ranks' consent, so that a peer may still use it.
 _abandoned: list[object] = []
-# Maps a kernel's id and its address parameters' names to the kernel and its form that is launched.
+# Maps (id of a kernel, names of its address parameters) to (the kernel, the form to launch).
 _launched: dict[tuple[int, tuple[str, ...]], tuple[Any, Any]] = {}
 
 

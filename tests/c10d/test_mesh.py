@@ -45,7 +45,7 @@ def meshes(store: Any, rank: int, world_size: int) -> list[Any]:
             ringcomm.Mesh(dp=-1, device="xpu")
         with pytest.raises(UnsupportedError, match="torch finds no GPU in this process"):
             ringcomm.Mesh(dp=-1, device="cuda")
-        with pytest.raises(ArgumentError, match=r"such as mesh\['tp'\], got one of 2"):
+        with pytest.raises(ArgumentError, match=r"such as mesh\['tp'\], got a mesh of 2"):
             ringcomm.all_reduce(one, group=mesh)
         return [*found, refused]
     finally:

@@ -294,7 +294,7 @@ def test_a_file_that_was_changed_is_refused(saved, capsys):
 CHANGES = {
     "a field too many": (
         lambda b: b.update(more=1),
-        "body.more: expected no such entry in a Trace",
+        "body.more: expected only entries of a Trace",
     ),
     "a field too few": (
         lambda b: b["recording"].pop("world_id"),
@@ -307,7 +307,7 @@ CHANGES = {
     "a time that is no number": (lambda b: b.update(written_s=float("nan")), "out of range"),
     "a time beyond all dates": (lambda b: b.update(written_s=1e300), "out of range"),
     "a time before all dates": (lambda b: b.update(written_s=-1), "out of range"),
-    "a long name": (lambda b: b.update({"x" * 200_000: 1}), "expected no such entry"),
+    "a long name": (lambda b: b.update({"x" * 200_000: 1}), "expected only entries of a"),
     "a long text for a number": (lambda b: b.update(written_by="x" * 200_000), "written_by"),
     "ranks that are no list": (lambda b: b["recording"].update(ranks={}), "ranks: expected a list"),
     "a rank twice": (lambda b: b["recording"]["ranks"][1].update(rank=0), "twice"),

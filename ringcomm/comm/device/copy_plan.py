@@ -168,7 +168,7 @@ def _check(engine: CallEngine, name: str, everyone: Sequence[_Input]) -> None:
     """Raises on all ranks if they cannot make the plan."""
     for rank, each in enumerate(everyone):
         if each.mark != _MARK:
-            # The other rank has gathered these messages as if they were its peers' data.
+            # That rank makes another gather, and has taken these messages for its peers' data.
             text = (
                 f"{name}: expected rank {rank} to make a plan of the copy engines, too, and it "
                 "gathered other data. All ranks must make the same plans and calls in the same "

@@ -176,7 +176,7 @@ class DeviceRecorder:
         }
 
     def _note(self, own: dict[str, Any]) -> int:
-        """Records that the call in this rank's fault failed; returns a message's number or 0."""
+        """Records that the call in this rank's fault failed; returns a message's number, else 0."""
         status, peer = _native.STATUSES[own["kind"]], own["peer"]
         if not own["message"]:
             calls = self._calls(self._rank, own["sequence"], own["my_call"])
@@ -232,8 +232,8 @@ RAISED = (1).to_bytes(4, "little")
 # per loop turn. No benchmark has compared other values.
 STAGING_BYTES = 64 << 20
 SMALLEST_SEGMENT_BYTES, LARGEST_SEGMENT_BYTES = 16 << 10, 128 << 10
-# Seconds for which a rank that another rank has aborted waits for the reason (the host of the rank
-# where the fault began writes it), and seconds between two looks.
+# If another rank has aborted this rank: seconds to wait for the reason, and seconds between two
+# checks for it. The host of the rank where the fault began writes the reason.
 REASON_GRACE_S, REASON_POLL_S = 1.0, 0.002
 
 

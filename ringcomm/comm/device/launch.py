@@ -414,8 +414,7 @@ class DeviceCallEngine(CallEngine):
             core.native.set_submit(self._submission)
         # Calls whose tensors must live until the capture of a graph ends, with their streams.
         self._captured: list[tuple[Call, int]] = []
-        # Set when closing: True if the communicator was unusable before, with an error that says
-        # why.
+        # Set at the close: True if an error has made the communicator unusable before.
         self._told: bool | None = None
         self._unreported: RingcommError | None = None
         self.streams = OwnStreams(self.device_ref)
@@ -836,7 +835,7 @@ class DeviceCallEngine(CallEngine):
         runtime, device = self.device_ref
         events: list[Event] = [*self.calls.kept()[0]]
         last = self.calls.last_stream
-        # A message's tensors are kept until a stream waits for it; the kernel may run longer.
+        # kept() has a message until a stream waits for the message; its kernel may run longer.
         streams = self.message_streams if last is None else {last, *self.message_streams}
         for stream in streams:
             if not runtime.is_capturing(device, stream):

@@ -141,8 +141,8 @@ POLL_S = 0.001
 class Peer(NamedTuple):
     """A rank that may write into a region: its process (None for this process) and its presence.
 
-    ``process`` was opened while the process ran. A pid is not enough: another process may get it
-    later, or it may remain after the process's end until the parent has waited for the process.
+    ``process`` was opened while the process ran. A pid is not enough: another process may get the
+    same pid later, and an ended process keeps its pid until its parent has waited for it.
     """
 
     process: _native.Process | None

@@ -646,6 +646,7 @@ def _handles(
             check_announced(spec, mine, theirs, rank)
             check_one_machine(spec, mine, theirs)
     except RingcommError:
-        core.announce(None)  # every rank makes this check, so no rank will write
+        # Every rank makes this check and fails, so no rank will write into another rank's region.
+        core.announce(None)
         raise
     return handles

@@ -124,13 +124,13 @@ class DeviceOrder:
             largest = max(each.collective for each in self._members.values())
             kept = self._kept()
             if largest + kept + blocks.messages > self._capacity:
-                others = f" and the {kept} of other communicators' messages" if kept else ""
+                others = f" and the {kept} blocks of other communicators' messages" if kept else ""
                 raise UnsupportedError(
-                    f"{operation}: messages need {blocks.messages} blocks beside the {largest} of "
-                    f"a collective{others}, but device {self._device} runs {self._capacity} of "
-                    "them at once, and a send may wait for a receive that comes after a "
-                    "collective. Pass a smaller CommOptions(channels=...) to the communicators of "
-                    "this device, or send by fewer communicators"
+                    f"{operation}: messages need {blocks.messages} blocks in addition to the "
+                    f"{largest} blocks of a collective{others}, but device {self._device} runs "
+                    f"{self._capacity} of them at once. All must fit, since a send may wait for "
+                    "a receive that comes after a collective. Pass a smaller CommOptions("
+                    "channels=...) to the communicators of this device, or send by fewer of them"
                 )
             self._sending.add(id(owner))
             self._tell_ledger()
@@ -233,7 +233,7 @@ class JointLaunch:
                 raise mine.error
 
     def set_left(self, rank: int, left: bool) -> None:
-        """Notes whether the thread of a rank has left, and makes no more calls."""
+        """Notes whether the thread of a rank has left; then the thread makes no more calls."""
         if left:
             self._left.add(rank)
         else:

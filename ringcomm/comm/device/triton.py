@@ -92,7 +92,7 @@ class TritonLaunch:
 
     @property
     def prepared_kind(self) -> tuple[int, int]:
-        """A pair: a key, equal for calls that can share a launch, and the blocks of one rank."""
+        """(key, blocks of one rank); calls that can share a launch have equal keys."""
         plan = self.plan
         key = plan.kernel.__name__, plan.sizes, plan.call, tuple(plan.constants.items())
         return hash(key), self.geometry.channels

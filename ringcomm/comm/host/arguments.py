@@ -251,7 +251,7 @@ def outside_of_compile(reason: str) -> Callable[[F], F]:
 
 
 def only_inlined_methods(cls: Class) -> Class:
-    """Does :func:`only_inlined` for all methods of a class that ringcomm defines.
+    """Applies :func:`only_inlined` to all methods of a class that ringcomm's modules define.
 
     Dynamo cannot read the attributes of a process group, since torch declares groups opaque to it.
     """

@@ -163,7 +163,7 @@ class Collectives:
         return self.engine.start_call(call, async_op)
 
     def plan_all_reduce(self, tensor: Tensor, op: Any = SUM, *, algorithm: str = "auto") -> Plan:
-        """Prepares an :meth:`all_reduce`; calling the plan makes it.
+        """Prepares an :meth:`all_reduce`; calling the returned plan makes the all-reduce.
 
         Args:
             tensor: as :meth:`all_reduce` takes it.
@@ -308,7 +308,7 @@ class Collectives:
     def plan_reduce_scatter_tensor(
         self, output: Tensor, input: Tensor, op: Any = SUM, *, algorithm: str = "auto"
     ) -> Plan:
-        """Prepares a :meth:`reduce_scatter_tensor`; calling the plan makes it.
+        """Prepares a :meth:`reduce_scatter_tensor`; a call of the returned plan makes this call.
 
         Args:
             output: as :meth:`reduce_scatter_tensor` takes it.
@@ -478,7 +478,7 @@ class Collectives:
     def plan_all_gather_into_tensor(
         self, output: Tensor, input: Tensor, *, algorithm: str = "auto"
     ) -> Plan:
-        """Prepares an :meth:`all_gather_into_tensor`; calling the plan makes it.
+        """Prepares an :meth:`all_gather_into_tensor`; a call of the returned plan makes this call.
 
         With ``algorithm="copy_engine"``, on GPUs of one node, the copy engines read the peers'
         ``input`` in place, without ``CommOptions.copy_engine_bytes``. Making the plan is then

@@ -334,7 +334,7 @@ class CallQueue:
         work.finish(*ended)
 
     def run_now(self, run: Callable[[], Outputs], work: Work) -> None:
-        """Runs a call that was made on the worker thread at once, ahead of the queue."""
+        """Runs a call immediately, ahead of the queue, since the worker thread itself made it."""
         if self._in_call:
             ended = _outcome(run)
         else:
@@ -707,8 +707,8 @@ class CallEngine(ABC):
             return
         asked = 'kernels="triton"' if kernels == "triton" else 'algorithm="ring"'
         raise UnsupportedError(
-            f"{operation}: {asked} does not sum in groups of ranks, for which this communicator "
-            f"has CommOptions(sum_group_size={self._sum_group_size}). "
+            f"{operation}: {asked} does not sum in groups of ranks, but this communicator has "
+            f"CommOptions(sum_group_size={self._sum_group_size}). "
             'Use algorithm="auto" and the native kernels, or sum_group_size=0'
         )
 

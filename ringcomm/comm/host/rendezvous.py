@@ -216,7 +216,7 @@ def spec_of(membership: Membership) -> RendezvousSpec:
 
 @dataclass(frozen=True)
 class OneNode:
-    """A connected core, the members' heaps as mapped in this process, and their processes."""
+    """A connected core, the members' processes, and their heaps as mapped in this process."""
 
     core: _native.Comm
     heaps: tuple[MappedHeap, ...]

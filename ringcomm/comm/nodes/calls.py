@@ -531,7 +531,7 @@ class CollectivesOverNodes(CallsOverNodes, ABC):
     """
 
     def _reducing(self, name: str, dtype: int, op: int, factor: float) -> Reducing:
-        """Returns the arguments of a reduction; a subclass may raise errors that name ``name``."""
+        """Returns a reduction's arguments; a subclass may check them, with ``name`` in errors."""
         return Reducing(dtype, op, factor)
 
     def _call(

@@ -158,7 +158,7 @@ class Form:
         self.add([wide_ptr], self.r.partial, ptr, self._dtype, elems)
 
     def write_partial(self, source_ptr: int, wide_ptr: int, ptr: int, elems: int) -> None:
-        """Does :meth:`write` for this node's partial sums of the elements at ``source_ptr``."""
+        """Calls :meth:`write` for this node's partial sums of the elements at ``source_ptr``."""
         self.write(wide_ptr, ptr, elems)
 
     def join(self, ptrs: list[int], ptr: int, elems: int) -> None:
@@ -212,7 +212,7 @@ class QuantizedForm(Form):
         raise AssertionError("quantized partial sums are added only at their destination")
 
     def write_sums(self, wide_ptr: int, ptr: int, elems: int) -> None:
-        """Does :meth:`write` for final sums, which are quantized once more."""
+        """Calls :meth:`write` for final sums, which are quantized once more."""
         self.write(wide_ptr, ptr, elems)
 
 

@@ -61,8 +61,8 @@ Tensor = torch.Tensor
 #     levels     2        a + b - 2, a b = N     a, then b        B (N-1)/N
 #     ring       N - 1    N - 1                  2                B (N-1)/N
 #
-# Levels: the a nodes of a group, [j a, (j+1) a), first exchange partial sums; each node receives
-# the sums for the nodes at its own position in all b groups. Then nodes at equal positions exchange
+# Levels: the nodes of group j, [j a, (j+1) a), first exchange partial sums; each node receives the
+# sums for the nodes at its own position in all b groups. Then nodes at equal positions exchange
 # sums. The first round has most of the bytes, so most bytes stay among neighbours. Ring: the
 # partial sum of a target starts at the node after it and grows as it passes from node to node.
 
@@ -275,10 +275,10 @@ class NodesCore(CollectivesOverNodes):
                 under_way[number][segment] = stage(segment, before)
 
     def _rows(self, table: Table, node: int) -> Iterator[tuple[int, list[Span]]]:
-        """Yields the spans of ``node`` in rows, with one span for each rank of this rank's node.
+        """Yields (index, row): a row has one span of ``node`` for each rank of this rank's node.
 
-        Each row comes after a number: the index of this rank's span among the spans of ``node``.
-        Spans that the last row lacks are empty, so this index may be past the last span.
+        ``index`` is the position of this rank's span among all spans of ``node``. The last row is
+        filled up with empty spans, so its index may be past the last span.
         """
         spans, num_local = table[node], len(self.layout.node_ranks)
         for first in range(0, len(spans), num_local):
@@ -289,7 +289,7 @@ class NodesCore(CollectivesOverNodes):
 
     @property
     def _rounds(self) -> range:
-        """The numbers of the rounds of this communicator's schedule."""
+        """The indices of the rounds of this communicator's schedule."""
         return range(len(reduction(self._schedule, len(self.layout.nodes), self.layout.node)))
 
     def _taken(self, begun: InFlight, size_bytes: int) -> int:
@@ -711,7 +711,7 @@ class NodesCore(CollectivesOverNodes):
         self._given_back(begun)
 
     def _arrive(self, parcel: _RailParcel, belong: Sequence[Span] = ()) -> None:
-        """Waits for a message; copies its spans, node by node, to ``belong`` if it is given."""
+        """Waits for a message, and copies each node's span to ``belong[node]``, if given."""
         if parcel.message is None:
             return
         self._arrived(parcel.message)

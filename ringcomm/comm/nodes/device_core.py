@@ -201,9 +201,9 @@ def joined(partials: Tensor, r: Reducing, divide_by: int) -> Tensor:
 
 
 def keeps_type(dtype: torch.dtype) -> bool:
-    """True if :func:`joined` returns elements of ``dtype``, or of the type of its partial sums.
+    """True if :func:`joined` returns ``dtype`` itself, or the type of partial sums of ``dtype``.
 
-    It returns elements of all other dtypes as signed integers or as pairs of real numbers.
+    For other dtypes :func:`joined` returns signed integers, or pairs of real numbers.
     """
     return dtype not in AS_SIGNED and dtype not in AS_REAL
 
@@ -435,7 +435,7 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     @cached_property
     def _passing(self) -> list[list[int]]:
-        """For each local rank, the ranks whose data it carries, in order of rail and node.
+        """By local rank: the ranks whose data the local rank carries, in order of rail and node.
 
         Rail k carries the data of the ranks whose local rank is k.
         """

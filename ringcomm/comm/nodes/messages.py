@@ -167,7 +167,7 @@ class RailRequest:
         return self._status
 
     def wait(self, timeout_ms: int = -1) -> int:
-        """Waits like ``_native.Request.wait``; if negative, until the communicator's timeout."""
+        """Waits like ``_native.Request.wait``; a negative timeout means the communicator's."""
         try:
             return self._wait(timeout_ms)
         except BaseException:
@@ -480,7 +480,7 @@ class NodesMessages:
         return opened
 
     def _serve(self, opened: _OpenTag, peer: int, tag: int) -> None:
-        """Matches a peer's messages with receives of an open tag, until peer or receives end."""
+        """Matches a peer's messages with receives of an open tag, until the messages end."""
         try:
             while True:
                 room = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")

@@ -67,7 +67,7 @@ from ringcomm.rendezvous.handles import store_address
 
 
 class NodeTrace:
-    """The trace of one fault; the first rank of a node that notices the fault leaves it.
+    """The trace of one fault; on each node, the first rank that notices the fault writes it.
 
     Args:
         recorder: reads the records of this node's ranks, by local rank.

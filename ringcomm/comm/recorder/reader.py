@@ -472,7 +472,7 @@ def other_processes() -> list[int]:
     """Returns the pids of this user's other processes."""
     pids = []
     for folder in Path("/proc").iterdir():
-        with suppress(OSError, ValueError):  # a process that ends, or another name
+        with suppress(OSError, ValueError):  # the process has ended, or the name is not a pid
             if folder.stat().st_uid == os.geteuid() and int(folder.name) != os.getpid():
                 pids.append(int(folder.name))
     return pids
@@ -595,7 +595,7 @@ def _recorder(descriptor: int, offset: int) -> FoundRecorder:
 
 
 def _totals(descriptor: int, offset: int, count: int) -> dict[str, CallTotals]:
-    """Returns the totals that follow the records; reads until two reads are equal, so complete."""
+    """Returns the totals after the records; reads until two reads are equal, thus undisturbed."""
     size_bytes = TOTALS_BYTES if count else 0
     before = os.pread(descriptor, size_bytes, offset)
     for _ in range(_TOTALS_TRIES):

@@ -422,7 +422,7 @@ class RecorderHeader:
 
 
 def _fail(why: str) -> NoReturn:
-    raise RingcommError(f"flight recorder: expected one of version {VERSION}, got {why}")
+    raise RingcommError(f"flight recorder: expected a recorder of version {VERSION}, got {why}")
 
 
 def _text(raw: bytes) -> str:

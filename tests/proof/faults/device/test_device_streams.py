@@ -522,7 +522,7 @@ def test_messages_that_would_not_fit_beside_a_collective_are_refused(emulated: R
     def body(comm: Any) -> None:
         with rig.ordered():
             comm.all_reduce(rig.full(COUNT, 1.0))
-            with pytest.raises(UnsupportedError, match="4 blocks beside the 4 of a collective"):
+            with pytest.raises(UnsupportedError, match=r"4 blocks .* 4 blocks of a collective"):
                 comm.isend(rig.full(COUNT, 1.0), 1 - comm.rank)
             comm.all_reduce(rig.full(COUNT, 1.0))
 
