@@ -13,8 +13,9 @@ namespace ringcomm::host {
 // Files under a folder of `library` belong to the library, except under a folder of `programs`.
 void set_library_folders(std::vector<std::string> library, std::vector<std::string> programs);
 
-// Called with the GIL, in a function that the library's Python calls. Null: there is no frame of
-// the user, or too many call sites are kept. The result stays valid.
+// Returns the line of the innermost frame outside the library; null: there is no such frame, or too
+// many call sites are kept. The result stays valid. Called with the GIL, in a native function that
+// the library's Python code calls.
 const CallSite* find_call_site();
 
 // Makes take_call_site() use this call site on the calling thread; null: take_call_site() looks for

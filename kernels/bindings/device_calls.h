@@ -91,7 +91,7 @@ class DeviceCalls {
   struct Asked {
     nanobind::object current_stream;  // function: a device's current stream, as an address
     nanobind::object current_device;  // function: the calling thread's current device
-    nanobind::object is_mine;         // function: is a tensor mine? None: its TensorPlace decides
+    nanobind::object is_mine;         // function: true for own tensors; None: TensorPlace decides
   };
 
   // comm: a DeviceComm, which this object keeps alive.
@@ -196,7 +196,7 @@ class DeviceCalls {
   // The streams of the last call and of the last captured call, which do not wait for each other.
   bool has_last_ = false, has_captured_ = false;
   void *last_ = nullptr, *captured_ = nullptr, *side_ = nullptr;
-  // True if check_fits() has accepted the side stream; true if it has accepted `fitting_`.
+  // True if check_fits() has accepted the side stream, and true if it has accepted `fitting_`.
   bool side_fits_ = false, has_fitting_ = false;
   void* fitting_ = nullptr;
   void* behind_ = nullptr;  // the event that every start() uses; null: there is no side stream

@@ -26,7 +26,8 @@ DeviceComm::ShardOf shard_of(const AdamWShard& s, uint64_t address) {
   return {address, s.bucket_elems, s.elems, s.param_dtype};
 }
 
-// Returns the shard of a fused step, whose kernels have no registers for 8-bit moments.
+// Returns the shard of a fused step. Refuses 8-bit moments: the step's kernels lack registers for
+// them.
 DeviceComm::ShardOf fused_shard_of(const AdamWShard& s, uint64_t address) {
   if (s.quantized_state)
     throw std::invalid_argument("8-bit moments are updated by adamw_shard, apart from collectives");

@@ -116,7 +116,7 @@ bool is_contiguous(const DLPackTensor& t) {
   return true;
 }
 
-// Each thread has its own keys, and finds them once.
+// Each thread has keys of its own, whose address it finds once.
 void* library_of_keys = nullptr;
 uint64_t watched_keys = 0;
 thread_local const LocalKeys* local_keys = nullptr;
@@ -251,7 +251,7 @@ int op_code(nb::handle op) {
   const Torch& t = torch();
   for (const Op& each : t.ops)
     if (each.object == op.ptr()) return each.code;
-  // An options object creates a new ReduceOp at each read; its hash is the constant's.
+  // An options object creates a new ReduceOp at each read, with the hash of the constant.
   if (Py_TYPE(op.ptr()) != t.op) return -1;
   const Py_hash_t kind = PyObject_Hash(op.ptr());
   PyErr_Clear();

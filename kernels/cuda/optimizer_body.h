@@ -107,7 +107,7 @@ RC_TEAM_FN void grad_norm_kernel(Team team, const LaunchParams& p, int rank_in_l
 template <class G, class Finish>
 struct OptimizerOps : ReduceOps<G, RedOp::kSum> {
   Finish finish;
-  char* own_grads;  // the gradients of my chunk: the nominal target of the ring's last hop
+  char* own_grads;  // my chunk's gradients: the target of the ring's last hop, which stores nothing
 
   RC_TEAM_FN OptimizerOps(const Finish& f, char* own)
       : ReduceOps<G, RedOp::kSum>(int32_t(RedOp::kSum)), finish(f), own_grads(own) {}

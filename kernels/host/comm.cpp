@@ -27,8 +27,8 @@ Chunks even_chunks(const char* base, uint64_t total, uint64_t chunk) {
   return {const_cast<char*>(base), total, chunk, nullptr};
 }
 
-// Checks that the region announced by rank `p` lies inside its heap, and that it is a region of
-// this communicator and of rank `p`.
+// Checks that the region that rank `p` announced is inside that rank's heap, and belongs to rank
+// `p` of this communicator.
 void check_region(const Layout& layout, uint64_t bytes, int p, const PeerAddress& peer) {
   const auto refuse = [&](const std::string& what) {
     throw RegionError("what rank " + std::to_string(p) +
@@ -62,7 +62,7 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
   region_ = heap_->allocate(region_bytes + Recorder::memory_bytes(config.records),
                             Heap::Purpose::kRegion);
   char* mine = heap_->base() + region_;
-  // The memory may have held a tensor. Slots need no clearing: no epoch refers to a slot yet.
+  // The memory may contain old data. Slots need not be cleared: no epoch refers to a slot yet.
   std::memset(mine, 0, layout_.staging_offset());
   auto* control = reinterpret_cast<ControlPage*>(mine);
   begin_page(control, config.rank, layout_);
@@ -200,7 +200,7 @@ void Comm::check_order(Algorithm algorithm) const {
         "a ring cannot sum in groups of ranks (CommOptions.sum_group_size)");
 }
 
-// Fills `groups` if sums are taken in groups; the returned ops then point to it.
+// Fills `groups` if sums are taken in groups; the returned ops then point to `groups`.
 HostOps Comm::reduction_ops(const Reduction& r, DType results, uint64_t total_bytes,
                             GroupedSum* groups) {
   HostOps ops = ops_for(reduction_loop(r.dtype, results, r.op), total_bytes);

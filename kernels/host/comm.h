@@ -80,7 +80,7 @@ struct NormCall {
   bool accumulate;  // true: adds the reduction to `out`, and takes the norm of the new `out`
   NormKind kind;
   NormWords* words;     // overwritten with the norm words of this rank's chunk; null: no norm
-  uint64_t step_bytes;  // gradient bytes that the step reduces in all buckets; 0: this call's
+  uint64_t step_bytes;  // gradient bytes of all buckets of the step; 0: only those of this call
 };
 
 // Calls that move at least this many bytes, or belong to a step that does, store their results past
@@ -180,8 +180,8 @@ class Comm {
   const Waiter& waiter() const { return waiter_; }
   bool connected() const { return connected_; }
   // Called before activate(). `channels`: the channels of large calls, equal on all ranks, at most
-  // the region's. `most`, `is_exact`: see ThreadShare; `is_crowded`: the ranks have more threads
-  // than the machine has cores. Throws as start_workers() does.
+  // the number in the layout. `most`, `is_exact`: see ThreadShare; `is_crowded`: the ranks have
+  // more threads than the machine has cores. Throws as start_workers() does.
   void use_threads(int most, bool is_exact, int channels, bool is_crowded);
   // Makes sums run in two levels, one NUMA node per group. Before activate(), on all ranks or none.
   void sum_in_levels() { levels_ = true; }

@@ -125,14 +125,14 @@ class Messenger {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::condition_variable to_drive_;  // wakes the background thread
-  bool driving_ = false;              // true: a thread polls; the others sleep on changed_
+  bool driving_ = false;              // true: a thread polls; other threads sleep on changed_
   uint64_t messages_ = 0;             // messages posted so far
   int looking_ = 0;                   // threads in look_at_clock() without the lock
   bool waits_told_ = false;           // true: the control page names the rank of the present wait
   int waiters_ = 0;  // threads in wait(), to which the background thread leaves the driving
   // The time of the last look at the clock, and the total time during which no thread could look.
   uint64_t looked_ns_ = 0, unwatched_ns_ = 0;
-  uint32_t kick_ = 0;  // changes to make the driver wake up and look around
+  uint32_t kick_ = 0;  // changed to wake the thread that drives
   bool background_ = false, stopping_ = false;
   bool resting_ = false;  // the background thread sleeps until it is notified of work
   bool urgent_ = false;   // the background thread drives at once, without waiting for a waiter

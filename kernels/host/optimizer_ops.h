@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The Ops of buckets.h on the host: they process the gradients of a run, and each lane takes whole
-// tiles of the run.
+// The Ops of buckets.h on the host: they process the gradients of a run, which is a range of
+// elements of a chunk, and each lane takes whole tiles of the run.
 #pragma once
 
 #include "kernels/host/ops.h"
@@ -15,7 +15,7 @@ template <class Finish>
 struct OptimizerOps : HostOps {
   Finish finish;
   Bucket bucket;
-  char* own_grads;  // gradients of my chunk: the nominal target of the ring's last hop
+  char* own_grads;  // my chunk's gradients: the target of the ring's last hop, which stores nothing
 
   OptimizerOps on(Channel& channel) const {
     return {HostOps::on(channel), finish.on(channel), bucket, own_grads};

@@ -44,8 +44,8 @@ uint64_t ticks() {
 uint64_t ticks() { return Waiter::now_ns(); }
 #endif
 
-// Measured once, to a tenth of a percent. The sums of times must not decrease, so the rate must not
-// change.
+// The rate is measured once, to a tenth of a percent. It must not change, since the recorded sums
+// of times must not decrease.
 double ns_per_tick() {
   constexpr uint64_t kMeasureNs = 200'000;
   static const double rate = [] {

@@ -28,7 +28,7 @@
 namespace ringcomm::host {
 namespace {
 
-// The longest time that an ending process may take, and the interval of the checks.
+// The longest wait for the end of a process that is ending, and the interval between two checks.
 constexpr uint64_t kExitNs = 10'000'000'000, kExitPollNs = 1'000'000;
 
 // NOTE [Busy cores]

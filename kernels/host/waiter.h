@@ -130,8 +130,8 @@ class Waiter {
   Status read_process(int peer, void* to, const void* from, uint64_t bytes) const {
     return watched_[size_t(peer)].read(to, from, bytes);
   }
-  // True if the operating system can read this memory of this process for others; it cannot read a
-  // device's memory, for example.
+  // True if peers can read this memory of this process through the operating system, which cannot
+  // read a device's memory, for example.
   static bool peers_can_read(const void* ptr, uint64_t bytes);
   // Called when every rank can read every other rank's process.
   void read_processes() { reads_processes_ = true; }
@@ -143,7 +143,7 @@ class Waiter {
   // True while a signal or a debugger keeps the peer's process stopped.
   bool is_stopped(int peer) const;
 
-  // The callback behind other_call() and its first argument; both may be null.
+  // The callback that other_call() calls, and the callback's first argument; both may be null.
   using OtherCall = const CallHeader* (*)(void* of, const CallId& mine, int peer);
   void ask_of_calls(OtherCall ask, void* of) {
     ask_ = ask;

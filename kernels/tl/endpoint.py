@@ -213,7 +213,7 @@ def my_slot(ws, stream, reader, item, G: tl.constexpr):
 
 @triton.jit
 def my_header(ws, stream, reader, G: tl.constexpr):
-    """Returns the address, in the region of ``reader``, of the header of this call for it."""
+    """Returns the address of this call's header for ``reader``, in that rank's region."""
     return header_of(ws, reader, stream, get(ws, RANK), sent(ws, stream, reader, G) + 1, G)
 
 

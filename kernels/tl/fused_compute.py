@@ -53,7 +53,8 @@ def collect_from(
     peer, shards, arrived, gathered, m, k, epoch,
     DTYPE: tl.constexpr, COMM: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Copies every COMM-th chunk of the rows of ``peer``, which has signalled them ready."""
+    """Copies every COMM-th chunk of the rows of ``peer``, which has signalled that they are
+    ready."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     rows = chunk_rows(m, CHUNKS, BLOCK_M)
     for chunk in range(tl.program_id(0), CHUNKS, COMM):

@@ -51,7 +51,7 @@ AWAIT = tl.constexpr(FAULT_POINTS["await"])
 if IS_INTERPRETED:
 
     def passing(ws, point):
-        """Passes a fault point before the block does what the point names."""
+        """Passes the fault point ``point``, just before the operation that it names."""
         host_passing(point, get(ws, RANK), get(ws, HEADER))
 
 else:

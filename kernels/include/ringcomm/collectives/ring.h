@@ -30,7 +30,7 @@ RC_TEAM_FN uint32_t rounds_of(const E& e, const Chunks& chunks) {
   return e.pieces(most);
 }
 
-// Waits for a slot to the successor for item `item`, and writes the header of the first item.
+// Waits until the slot for item `item` to the successor is free. Writes the first item's header.
 // model: ring_slot (tests/proof/model/ring.pml)
 template <class E>
 RC_TEAM_FN Status ring_slot(E& e, int next, uint32_t item, uint64_t stream_bytes, char** data) {

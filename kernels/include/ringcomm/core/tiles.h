@@ -25,8 +25,8 @@ constexpr uint64_t kMostPartBytes = uint64_t(1) << 35;
 
 // How tiles are dealt to one channel; computed once per call. round_bytes 0: no tiles are dealt.
 struct Deal {
-  uint64_t round_bytes = 0;  // of one tile for each channel
-  uint64_t first_bytes = 0;  // from the begin of a round to this channel's tile
+  uint64_t round_bytes = 0;  // bytes of one tile for each channel
+  uint64_t first_bytes = 0;  // from the beginning of a round to this channel's tile
   uint64_t share = 0;        // one channel's fraction, in units of 2^-32
   int shift = 0;             // a tile has 2^shift bytes
 

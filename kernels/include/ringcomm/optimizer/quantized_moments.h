@@ -57,8 +57,8 @@ RC_FN uint32_t least_normal(uint32_t exponent) {
 RC_FN int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
 RC_FN int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
 
-// Returns the bits of the magnitude that a value, without its sign, represents. For a normal
-// number, half of y is below y - least; for a subnormal number, y - least is below half of y.
+// Returns the bits of the magnitude that a value, without its sign, represents. It is the smaller
+// of y / 2, the magnitude of a normal number, and y - least, the magnitude of a subnormal number.
 RC_FN uint32_t magnitude_of(uint32_t value, uint32_t least) {
   const uint32_t y = least + (value << kCutBits);
   const float subnormal = float_of(y) - float_of(least);

@@ -311,8 +311,8 @@ struct Endpoint {
 
   // ---- receiving ----------------------------------------------------------------------------
 
-  // Called by one lane before each receive, and followed by one team.sync(), if a call receives
-  // from one sender more than once.
+  // If a call receives from one sender more than once, one lane calls this before each receive, and
+  // all lanes call team.sync() afterwards.
   RC_TEAM_FN void receive_anew(Stream s, int sender) const {
     PeerState& st = in(s, sender);
     st.base += st.items;
