@@ -28,8 +28,8 @@ constexpr uint64_t kSlots = 4;
 // 36 us.
 constexpr int64_t kStreamSlotBytes = 4 << 10;
 
-// Data that only their writer reads again are streamed if they are too large for a cache. Sweep of
-// 32 KiB to 16 MiB on the same machine: streaming makes no difference up to 1 MiB.
+// Data that only the writing rank reads again are written by streaming stores if they are too large
+// for a cache. A sweep of 32 KiB to 16 MiB on the same machine shows no difference up to 1 MiB.
 constexpr int64_t kStreamOutputBytes = 2 << 20;
 
 struct Word {
@@ -192,7 +192,8 @@ char* bare_open(int64_t descriptor, int64_t half_bytes, int64_t slot, int64_t ow
   char* own = static_cast<char*>(at) + own_rank * half_bytes;
   char* other = static_cast<char*>(at) + (1 - own_rank) * half_bytes;
   std::memset(own, 0, static_cast<size_t>(half_bytes));
-  // This works even if shmem_enabled is "never". Linux before 6.1 refuses it; pages stay small.
+  // MADV_COLLAPSE works even if shmem_enabled is "never". Linux before 6.1 refuses it; pages then
+  // stay small.
   (void)madvise(own, static_cast<size_t>(half_bytes), kMadviseCollapse);
   mine = reinterpret_cast<Control*>(own), theirs = reinterpret_cast<Control*>(other);
   my_slots = own + kControlBytes, their_slots = other + kControlBytes;

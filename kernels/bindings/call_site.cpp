@@ -48,7 +48,7 @@ Known& known() {
     made->get_frame = PySys_GetObject("_getframe");
     Py_XINCREF(made->get_frame);
     made->one = PyLong_FromLong(1);
-    // Read as attributes, since the stable ABI has no functions for them.
+    // Frame attributes, which are read by name: the stable ABI has no functions for them.
     made->last_instruction = PyUnicode_InternFromString("f_lasti");
     made->back = PyUnicode_InternFromString("f_back");
     return made;

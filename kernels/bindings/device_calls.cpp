@@ -194,7 +194,8 @@ bool DeviceCalls::join(const DeviceEvent& event, bool checked) {
   for (auto each = kept_.begin(); each != kept_.end(); ++each)
     if (each->event.get() == &event) {
       if (each->stream != stream) break;
-      // From now on, work on the owner's stream that reuses the memory runs after the call.
+      // From now on, later work on the owner's stream runs after the call, and may reuse the
+      // memory.
       const nb::object tensors = std::move(each->tensors);
       kept_.erase(each);
       break;

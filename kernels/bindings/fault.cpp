@@ -43,7 +43,7 @@ FaultWords fault_dict(const Fault& f, const std::string& reason) {
   d["mine"] = describe(f.mine);
   const bool compares = f.status == Status::kMismatch || f.status == Status::kCorrupt;
   d["theirs"] = compares ? describe(f.theirs) : "";
-  // A peer's text, or a text of this rank that was cut: it need not be valid UTF-8.
+  // The text of a peer, or a text of this rank that was cut, may be invalid UTF-8.
   d["reason"] =
       nb::steal(PyUnicode_DecodeUTF8(reason.data(), Py_ssize_t(reason.size()), "replace"));
   return d;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Updates a run of a shard by the lanes of a block. A *segment* belongs to one parameter; a *turn*
-// is 8 elements (4 in AnyTurns) that one lane updates together. The block looks up the rule of the
-// parameter and the number of gradient sources once per segment. The common cases have loops of
-// their own without branches: a turn first loads all its inputs. If a quotient is out of range, the
-// turn is *refused*: it stores nothing, and exact instructions update its elements after the loop.
+// Updates a run (a range of elements) of a shard by the lanes of a block. A *segment* belongs to
+// one parameter; a *turn* is 8 elements (4 in AnyTurns) that one lane updates together. The block
+// looks up the rule of the parameter and the number of gradient sources once per segment. The
+// common cases have loops of their own without branches: a turn first loads all its inputs. If a
+// quotient is out of range, the turn is *refused*: it stores nothing, and exact instructions update
+// its elements after the loop.
 #pragma once
 
 #include "kernels/cuda/quantized_update_lanes.h"

@@ -98,7 +98,7 @@ class DeviceComm {
   const DeviceConfig& config() const { return config_; }
 
   // A rank's window (multicast.h): the rank's own address, the multicast address of all windows,
-  // its size, and the multicast address of all ranks' heaps (0: heaps are not bound).
+  // the size of a window, and the multicast address of all ranks' heaps (0: heaps are not bound).
   struct Window {
     uint64_t own, all, bytes, heaps;
   };

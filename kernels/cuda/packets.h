@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Selects the packet kernels. With RINGCOMM_SERIAL_LOOPS (loops.h) they come from serial/, which
-// load the data to send after the words of their call, and wait for payloads after headers. The
-// packets are the same.
+// Selects the packet kernels. With RINGCOMM_SERIAL_LOOPS (loops.h) they come from serial/: those
+// kernels load the data to send after the words of their call, and wait for payloads after headers.
+// They send the same packets.
 #pragma once
 
 #if RINGCOMM_SERIAL_LOOPS

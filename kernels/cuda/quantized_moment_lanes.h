@@ -68,7 +68,8 @@ struct MomentPair {
       for (int k = 0; k < count; ++k) values[at + k] = uint8_t(all >> 8 * k);
   }
 
-  // The quantized moments of up to eight elements from a multiple of 8 on; returns them as FP32.
+  // The quantized moments of up to eight elements, the first at a multiple of 8. first(k) and
+  // second(k) return the moments of element k as FP32.
   struct Quantized {
     uint64_t m, v;
     uint32_t exponents;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Updates a run of a shard with 8-bit moments (quantized_moments.h), by the lanes of a block. Per
-// element it loads and stores 2 bytes of moments in place of the 8 of FP32.
+// Updates a run (a range of elements) of a shard with 8-bit moments (quantized_moments.h), by the
+// lanes of a block. Per element it loads and stores 2 bytes of moments in place of the 8 of FP32.
 #pragma once
 
 #include "kernels/cuda/quantized_moment_lanes.h"

@@ -88,9 +88,10 @@ struct NormCall {
 // measurements. 32 MiB of FP32 sums take 3.7 ms past the caches and 4.7 ms through them.
 constexpr uint64_t kStreamingMinBytes = 16 << 20;
 
-// Reductions from this size on may run in two levels, whose steps wait for each other. Not measured
-// on several NUMA nodes, for lack of a machine. On one node (Zen 4, 4 ranks, 2 busy cores, 3
-// rounds, FP32) 8 MiB took 0.8 to 3.7 times as long as in one level, and 64 MiB 0.8 to 1.15 times.
+// Reductions from this size on may run in two levels (two_levels.h), whose steps wait for each
+// other. Not measured on several NUMA nodes, for lack of a machine. On one node (Zen 4, 4 ranks, 2
+// busy cores, 3 rounds, FP32) 8 MiB took 0.8 to 3.7 times as long as in one level, and 64 MiB 0.8
+// to 1.15 times.
 constexpr uint64_t kLevelsMinBytes = 16 << 20;
 // A test knob: sums in groups run in two levels at any size and on any machine.
 inline bool always_in_levels = false;
@@ -151,7 +152,7 @@ class Comm {
   bool aborted() const;
   // True once a call of this rank has given up; then waits until this rank's abort word is raised.
   bool has_failed() const;
-  // Marks this rank as left, so that threads of this process stop waiting for it; false unmarks it.
+  // Sets whether this rank has left: if so, threads of this process stop waiting for it.
   void set_left(bool left);
   // True if the peer has closed its communicator; it makes no more calls.
   bool has_closed(int peer) const;

@@ -31,8 +31,8 @@ uint32_t by_tables(const void* data, uint64_t bytes) {
 constexpr uint64_t kLongStrandBytes = 64 << 10, kShortStrandBytes = 4 << 10;
 constexpr uint64_t kFetchAheadBytes = 2048;
 
-// shift(crc) is the CRC after `strand_bytes` more zeros. It is linear, so it is the xor of its
-// results for each byte of `crc`.
+// shift(crc) is the CRC after `strand_bytes` more zeros. shift() is linear, so shift(crc) is the
+// xor of the results for each byte of `crc`.
 class StrandShift {
  public:
   explicit StrandShift(uint64_t strand_bytes) {

@@ -54,7 +54,7 @@ uint64_t number_in(const std::string& path) {
 }
 
 // Returns the bytes of a control group's cached file pages, which the kernel reclaims before the
-// limit applies. Shared memory does not count among them.
+// limit applies. These pages do not include shared memory.
 uint64_t reclaimable_bytes(const std::string& group, bool is_v1) {
   std::ifstream file(group + "/memory.stat");
   const std::string prefix = is_v1 ? "total_" : "";
@@ -92,7 +92,7 @@ int open_backing(const std::string& directory) {
                               (directory.empty() ? "memory" : directory) + ": " +
                               std::strerror(code));
   }
-  // Peers require a file with sealed size: a file that can shrink would raise SIGBUS in them.
+  // Peers require a file whose size is sealed: if it shrank, their accesses would raise SIGBUS.
   if (fcntl(fd, F_GET_SEALS) < 0) {
     close(fd);
     throw HeapError(ENOTSUP, directory + " is not on a tmpfs or hugetlbfs");

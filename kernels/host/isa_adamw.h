@@ -191,7 +191,7 @@ inline void quantize_moments(const QuantizedMoment& first, const QuantizedMoment
   }
 }
 
-// Updates at most a turn, from the start of a quantization block on; `here` is its segment.
+// Updates at most a turn, from the start of a quantization block on; `here` is the turn's segment.
 inline void update_quantized(float* p, const float* g, const AdamWShard& s,
                              const AdamWSegment& here, uint64_t at, const AdamWFactors& f,
                              uint64_t n) {

@@ -23,7 +23,7 @@ inline ReduceFn reduction_loop(DType sources, DType results, RedOp op) {
   return nullptr;
 }
 
-// Returns the operator that combines partial results of `op`; they contain kPremulSum's factors.
+// Returns the operator that combines partial results of `op`, which contain kPremulSum's factors.
 inline RedOp combining_op(RedOp op) { return op == RedOp::kPremulSum ? RedOp::kSum : op; }
 
 // ((s_0 + .. + s_(L-1)) + (s_L + ..)) + ..: the reduction of sources in groups of L.

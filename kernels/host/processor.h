@@ -2,8 +2,8 @@
 
 #pragma once
 
-// Finds which instructions the processor has, and whether the operating system saves their
-// registers.
+// Finds which instructions the processor has, and whether the operating system saves the registers
+// that these instructions use.
 //
 // __builtin_cpu_supports depends on the compiler's runtime library. zig's library, as in wheels,
 // always says no (https://github.com/ziglang/zig/issues/18074).

@@ -40,7 +40,7 @@ class StorePath {
  private:
   static constexpr uint64_t kTimedMinBytes = 32768;  // 2 us or more; reading the clock takes 50 ns
   static constexpr double kSlowGbps = 5;             // between 2.4 and 16 GB/s, see above
-  static constexpr uint32_t kProbeEvery = 256;       // a slow probe takes the time of 6 copies: 2 %
+  static constexpr uint32_t kProbeEvery = 256;       // a slow probe takes as long as 6 copies: 2 %
 
   bool past_caches_ = false;
   uint32_t copies_ = 0;

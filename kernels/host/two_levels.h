@@ -86,7 +86,7 @@ RC_TEAM_FN char* own_partial(const E& e, uint32_t j) {
   return e.v.slot(e.rank(), e.pairs, e.team.channel(), e.rank(), j + 1);
 }
 
-// Reduces a step's piece over my group and hands the partial sum to its owner.
+// Reduces a step's piece over my group and hands the partial sum to the owner of the chunk.
 // model: reduce_in_group (tests/proof/model/two_levels.pml)
 template <class E>
 RC_TEAM_FN Status reduce_in_group(E& e, const Groups& g, const Chunks& in, uint32_t step) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW: the update of one element, of a run of a shard, and of a whole shard."""
+"""AdamW: the update of one element, of a run (a range of elements), and of a whole shard."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Updates a run of a shard by the lanes of a block. 256 lanes with loads of 112 bytes each keep 28
-// KiB in flight.
+// Updates a run (a range of elements) of a shard by the lanes of a block. 256 lanes with loads of
+// 112 bytes each keep 28 KiB in flight.
 #pragma once
 
 #include "kernels/cuda/quantized_moment_lanes.h"

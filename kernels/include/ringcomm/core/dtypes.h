@@ -114,8 +114,8 @@ RC_FN float widen(Float16 x) {
 
 RC_FN Float16 narrow_float16(float x) {
   const uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
-  // Below 2^-14 the result is subnormal: adding 0.5 aligns its last bit with FP32's last bit,
-  // so that the FP32 adder does the rounding to nearest even.
+  // Below 2^-14 the result is subnormal: adding 0.5 aligns the result's last bit with FP32's last
+  // bit, so that the FP32 adder does the rounding to nearest even.
   const uint32_t subnormal = bits_of(float_of(a) + 0.5f) - 0x3f000000u;
   const uint32_t normal = (a - 0x38000000u + 0x0fffu + ((a >> 13) & 1u)) >> 13;
   const uint32_t finite = a < 0x38800000u ? subnormal : normal;

@@ -78,8 +78,9 @@ struct Pause {
   uint64_t call_bytes = 0;
 };
 
-// Portion `index` of `count` equal portions, as fractions of the whole in units of 2^-32. Computed
-// once, it cuts any number of bytes without a division, which takes a GPU about 100 instructions.
+// Portion `index` of `count` equal portions, as fractions of the whole in units of 2^-32. A portion
+// is computed once, and then applies to any number of bytes without a division, which takes a GPU
+// about 100 instructions.
 struct Portion {
   uint64_t begin = 0, end = uint64_t(1) << 32;
 

@@ -268,8 +268,8 @@ struct Endpoint {
     if (team.lane() == 0) publish(team, v, pairs, reader, sent(pairs, reader) + 1 + item);
   }
 
-  // Waits until every peer has read the former item in item `item`'s shared slot; the caller fills
-  // it.
+  // Waits until every peer has read the former item in the shared slot of item `item`; the caller
+  // then fills the slot.
   // model: acquire_shared (tests/proof/model/endpoint.pml)
   RC_TEAM_FN Status acquire_shared(uint32_t item, char** data) {
     RC_RETURN_IF_FAILED(wait_by_lanes(

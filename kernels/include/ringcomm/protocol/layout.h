@@ -27,21 +27,22 @@ constexpr uint64_t kHeaderBytes = 128;
 // all if there are fewer. Chosen without measurements.
 constexpr int32_t kMessageChannels = 8;
 
-// Both words are written by the peer and read by the owner of the region.
+// The peer writes these words, and the owner of the region reads them.
 struct alignas(64) SignalLine {
   uint32_t ready;     // epoch of the last item that the peer published to me
   uint32_t consumed;  // epoch of the last item of mine that the peer has read to the end
   uint32_t detached;  // 1: the peer never touches this region again (first stream and channel only)
 };
 
-// Written by the owner of the region, read by the peer: 1 if the owner sleeps on the word.
+// The owner of the region writes these words, and the peer reads them. 1: the owner sleeps on
+// `ready` or `consumed`.
 struct alignas(64) SleepLine {
   uint32_t on_ready;
   uint32_t on_consumed;
 };
 
-// Private to the owner. In the heap, not in a register or a launch argument, so that a captured
-// CUDA graph can be replayed.
+// Private to the owner. The words are in the heap, not in a register or a launch argument, so that
+// a captured CUDA graph can be replayed.
 struct alignas(64) EpochLine {
   uint32_t sent;  // epoch of the last item that I published to the peer
   uint32_t seen;  // epoch of the last item of the peer that I consumed
