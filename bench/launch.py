@@ -96,7 +96,7 @@ def started_by(environment: Mapping[str, str]) -> str | None:
 
 
 def join(wanted: Wanted) -> RankInfo:
-    """Finds this process's rank. Raises :class:`LaunchError` if the benchmark cannot run there."""
+    """Returns this process's rank; raises :class:`LaunchError` if its launcher does not fit."""
     how = started_by(os.environ)
     if how == "harness":
         return rank_of_harness()

@@ -213,8 +213,8 @@ class Run:
             if all(row.wrong is None for row in report.rows):
                 verdict = "results were not checked"
             print(f"\n# {verdict}\n{report.head}")
-            # Only this rank reports wrong elements by its exit status: a rank that fails ends the
-            # others, which may still write.
+            # Only rank 0 reports wrong elements by its exit status. If another rank exited with 1,
+            # the launcher would end rank 0, perhaps before rank 0 has written the report.
             status = 1 if report.wrong else 0
         self._close()
         if dist.is_initialized():

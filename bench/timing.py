@@ -55,7 +55,7 @@ class Device:
         return (clock() - begin) / 1e3
 
     def refresh(self, tensor: torch.Tensor) -> None:
-        """Refills an input before a turn. A CPU needs no refill: it moves zeros no faster."""
+        """Refills an input before a turn if the device moves zeros faster. A CPU does not."""
 
     def capture(self, calls: Sequence[Call], count: int) -> Call:
         """Returns a call that makes ``count`` calls, in rotation; on a GPU it replays one graph."""

@@ -116,7 +116,7 @@ OPTIONS = (
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses options that cannot be measured; adds ``systems``, the ratios' subject first."""
+    """Refuses options that cannot be measured; adds ``systems``, the ratios' subject and peers."""
     known = list(cases.COLLECTIVES)
     names = known if "all" in options.collectives else options.collectives
     unknown = sorted(set(names) - set(known))

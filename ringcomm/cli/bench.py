@@ -29,7 +29,7 @@ def run_harness(
 
     Args:
         words: the command line of the harness.
-        output: a file for stdout and stderr; None for those of this process.
+        output: a file for stdout and stderr; None: stdout and stderr of this process.
         beat: a function to call every second while the harness runs.
     """
     error = None if output is None else subprocess.STDOUT

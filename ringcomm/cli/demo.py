@@ -141,7 +141,7 @@ def card_lines(reports: Iterable[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-_TRAINING_STEP = "training_step"  # the name of the harness
+_TRAINING_STEP = "training_step"  # the harness's name of a step, in the column "collective"
 _COLLECTIVE_HEAD = ("collective", "bytes", "ringcomm", "Gloo takes", "wrong elements")
 _STAGE_HEAD = ("training", "MB per rank", "step", "DDP on Gloo takes", "compared with stage 0")
 _RIGHT = (False, True, True, True, True)
@@ -152,7 +152,7 @@ def _is_of_collectives(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _collective_cells(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    largest = {row["collective"]: row["size_bytes"] for row in rows}  # the last row has the largest
+    largest = {row["collective"]: row["size_bytes"] for row in rows}  # sizes grow from row to row
     cells: list[tuple[str, ...]] = []
     for name, size_bytes in largest.items():
         at_size = {

@@ -33,7 +33,7 @@ from ringcomm.process import available_cores, memory_limit_bytes
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 SCHEMA = 1
 SELF_TEST_S = 60.0
-SELF_TEST_ELEMS = 100_003  # several segments and a tail
+SELF_TEST_ELEMS = 100_003  # several segments, the last one shorter
 RANK_TIMEOUT_S = 30.0
 # Memory for torch, staging and tensors of a small run; with less, the run is likely killed.
 LITTLE_MEMORY_BYTES = 2 << 30
@@ -172,7 +172,7 @@ def check_heap(shmem_setting: str) -> Finding:
 
 
 def check_numa(folder: Path = numa.SYSTEM_FOLDER) -> Iterator[Finding]:
-    """Reports the machine's NUMA nodes, the nodes of this process's CPUs, how sums span nodes."""
+    """Reports the NUMA nodes of the machine and of this process's CPUs, and how sums span nodes."""
     try:
         machine = numa.read_topology(folder)
     except (OSError, ValueError) as error:

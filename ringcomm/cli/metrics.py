@@ -140,7 +140,7 @@ def exposition(readings: Sequence[Reading], up: Mapping[int, bool] | None = None
     """Returns the text for some communicators.
 
     Args:
-        readings: what was read of each communicator.
+        readings: the records and totals of each communicator.
         up: whether each process of ``--pid`` was read.
     """
     samples = Samples()

@@ -576,7 +576,7 @@ def _known(kind: type[T], data: Any, where: str) -> T:
     for name, value in vars(found).items():
         # Differences of numbers must also be finite.
         if type(value) is float and not abs(value) <= LARGEST_NUMBER:
-            raise ValueError(f"{where}.{name}: expected a number that can be measured, got {value}")
+            raise ValueError(f"{where}.{name}: expected a number from -1e18 to 1e18, got {value}")
     return found
 
 

@@ -60,7 +60,8 @@ def report(
         recording: the recording of one communicator.
         last: how many collectives, and how many messages, to show per rank; 0: all.
         ended: ranks whose processes are known to have ended.
-        level: the node and its ranks, if the communicator spans nodes; None: read from its name.
+        level: the node and its ranks, if the communicator spans nodes. None reads them from the
+            communicator's name.
     """
     lines = verdict(recording, ended, level)
     is_nested = (level or NodeLevel.of(recording)) is not None
@@ -301,7 +302,7 @@ def _named(rank: int, node_of: Mapping[int, int]) -> str:
 
 
 def _when_it_failed(rank: RankRecording, node_of: Mapping[int, int]) -> str:
-    """Describes in one line a rank's call, and the rank that it awaited, at the failure."""
+    """Describes in one line a rank's call at the failure, and the rank that the call awaited."""
     who = _named(rank.rank, node_of)
     # The first unsuccessful call is the call over nodes; the calls that it consists of follow.
     open_ = next((each for each in rank.collectives if each.status or each.is_open), None)

@@ -107,7 +107,7 @@ class ZeroAccelerator(_accelerate.Accelerator):
     def _optimizer_of(
         self, parameters: Iterable[Tensor], operation: str
     ) -> tuple[ShardedOptimizer, list[Tensor] | None]:
-        """Returns the parameters' optimizer, and the parameters (None if they are all it has)."""
+        """Returns the parameters' optimizer, and the parameters (None if it has no others)."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(param) for param in given if param.requires_grad}
         for optimizer in map(_unwrapped, self._optimizers):
@@ -198,7 +198,7 @@ def check_settings(accelerator: Any, where: str) -> None:
     if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP"):
         raise UnsupportedError(
             f"{where}: expected data parallelism alone, got {kind}, which shards the module or "
-            "reduces its gradients itself; use either its plugin or ringcomm.zero"
+            f"reduces its gradients itself; use either the plugin of {kind} or ringcomm.zero"
         )
     if accelerator.mixed_precision not in ("no", None):
         raise UnsupportedError(

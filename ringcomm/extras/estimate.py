@@ -102,7 +102,7 @@ class ActivationBytes(NamedTuple):
 
     Attributes:
         layers: tensors that the layers keep for the backward, or their checkpoints.
-        recomputed: tensors that the backward computes again, and holds together.
+        recomputed: tensors that the backward computes again, as many as it holds at a time.
         ends: the embedding's dropout mask, the inputs of the last norm and of the output layer, and
             the FP32 logits.
         moved: bytes that the forward writes to a disk and the backward reads.
@@ -459,7 +459,7 @@ class Training:
 
     @property
     def each(self) -> BytesPerElement:
-        """The bytes of an element, if nodes do not exchange parameters in quantized form."""
+        """The bytes per element in each tensor, if nodes exchange parameters unquantized."""
         precision, moment = self.options.precision, 1 if self.quantized_state else 4
         param = precision.param or torch.float32
         masters = {"fp32": 4, "remainder": 2, "none": 0}
@@ -497,7 +497,7 @@ class Training:
         return offload if isinstance(offload, Disk) else Disk(offload, PINNED_BUFFER_BYTES)
 
     def state(self, stage: int) -> StateBytes:
-        """Returns the model state in memory: of offloaded state, the buffers and resident bytes."""
+        """Returns the model state in memory; of offloaded state only buffers and resident bytes."""
         model, each, disk = self.model, self.each, self.options.offload_params
         shard = _share(model.trainable, self._state_shares(stage))
         params = each.param * model.total
@@ -560,7 +560,7 @@ class Training:
         return WorkingBytes(each.grad * bucket * buckets, units if stage == 3 else 0, grad_shard)
 
     def _chunks(self, elems: int, shares: int) -> Iterator[tuple[int, int]]:
-        """Yields (elements, number of chunks) of a rank for full buckets, and for the last one."""
+        """Yields (elements of a chunk, number of chunks) for a rank's full and last buckets."""
         bucket = self.largest_bucket
         whole, rest = divmod(elems, bucket) if bucket else (0, 0)
         for size, count in ((bucket, whole), (rest, 1)):

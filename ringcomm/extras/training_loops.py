@@ -34,7 +34,7 @@ def imported(names: tuple[str, ...], package: str, asks: str) -> Any:
     Args:
         names: names of its modules, the preferred name first.
         package: its name for pip.
-        asks: the module of ringcomm that needs it.
+        asks: the module of ringcomm that needs the library.
 
     Raises:
         ImportError: no module of these names is installed.

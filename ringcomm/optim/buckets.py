@@ -51,7 +51,7 @@ class MomentFormat:
     """The 8-bit number format of a moment.
 
     Attributes:
-        below: the exponent of the quantization block minus that of the smallest normal number.
+        below: number of normal exponents below the quantization block's exponent.
         signed: True if a value has a sign, its highest bit.
     """
 
@@ -284,7 +284,7 @@ class OutsideWrites:
 
 
 def dequantized(wide: Tensor, compression: str, dtype: torch.dtype) -> Tensor:
-    """Quantizes FP32 numbers, dequantizes them, and returns the result; the first begins a block.
+    """Quantizes and dequantizes FP32 numbers; the first number begins a quantization block.
 
     Args:
         wide: float32, contiguous, on the CPU.

@@ -64,7 +64,7 @@ def set_local(param: Tensor, local: Tensor) -> None:
 
 
 def apart(param: Tensor, view: Tensor) -> Tensor:
-    """Returns ``view``; for a DTensor, as a tensor with its own storage in the same memory.
+    """Returns ``view``, with a storage of its own in the same memory if ``param`` is a DTensor.
 
     Dynamo cannot trace two DTensors whose local tensors share a storage.
     """

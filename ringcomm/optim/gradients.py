@@ -567,7 +567,7 @@ class Into:
 
 
 def step_core_of(comm: Communicator | None, options: ReduceOptions) -> StepCoreOf:
-    """Returns a function that maps a call's core to the core that runs steps with these options."""
+    """Returns a function that maps a call's native core to the core for steps with ``options``."""
     if comm is None:
         return of_one_node
     return comm.steps.calls_of(options.state, options.compression.gradients)

@@ -173,7 +173,8 @@ class SavedErrorFeedback:
         debtors: the description of the run that saved.
         node: the node of the rank that saved.
         layout: the layout of the parameters when they were saved.
-        runs: by bucket number, two pairs (first element, errors): of partial sums, and of sums.
+        runs: by bucket number, two pairs (index of the first element, errors from it on); the
+            first pair is for partial sums, the second for sums.
     """
 
     debtors: Debtors

@@ -146,7 +146,8 @@ class OffloadedState(ShardState):
         return copies
 
     def whole_master(self) -> Tensor:
-        # A step visits only pieces that it changes; for other pieces, return the parameters.
+        # Inside a step, pieces() yields only pieces that the step changes; for all other pieces
+        # this returns the parameters.
         bucket = self._bucket
         with bucket.params_here():
             values = bucket.own_params.to(torch.float32, copy=True)

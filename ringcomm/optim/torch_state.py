@@ -239,7 +239,7 @@ def _check_tensor(tensor: Any, shape: tuple[int, ...], called: str) -> None:
 
 
 def _has_master(sharded: ShardedStep, index: int) -> bool:
-    """True if a full state has a parameter's master: of 16-bit and of quantized parameters."""
+    """True if a full state has a master of the parameter, which is then 16-bit or quantized."""
     spec, (number, _) = (
         sharded.layout.params[index],
         sharded.layout.locations.get(index, (None, None)),

@@ -27,8 +27,8 @@ NEEDED = {
     "qemu-aarch64-static": "qemu-user-static",
     "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
 }
-# Tests whose C++ programs need neither torch nor a sanitizer, and static assertions. The mutants
-# among them are those that a wrong result shows.
+# Tests of static assertions, and of C++ programs that need neither torch nor a sanitizer. They
+# include only those mutants that give a wrong result.
 RACES = "tests/proof/races"
 TESTS = (
     f"{RACES}/test_races.py::test_no_race_and_right_results",

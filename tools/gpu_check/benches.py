@@ -118,8 +118,8 @@ def training_plan() -> list[BenchRun]:
     ]
 
 
-# Options for the smallest run of each benchmark that still ends, checks its results and writes
-# them. If an option is given twice, the last value counts.
+# Options for the smallest complete run of each benchmark, with checks and written results. If an
+# option is given twice, the last value counts.
 _SMALL = {
     "collectives": "-b 4K -e 16K -r 2 -w 1",
     "device_calls": "--calls 2 -r 1",

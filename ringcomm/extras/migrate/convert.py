@@ -57,7 +57,8 @@ Keys = tuple[Any, ...]
 OPERATION = "convert"
 # The file of torch's metadata.
 METADATA = ".metadata"
-# Growth of the size: a 1-byte weight becomes at most an FP32 weight and three FP32 moments.
+# The result has at most this many times the source's bytes: a weight of one byte may become an FP32
+# weight and three FP32 moments.
 _MOST_GROWTH = 16
 # The hyper-parameters of a param group that ringcomm's AdamW has as well. Other entries, such as
 # "foreach", select torch's implementation.

@@ -48,7 +48,7 @@ class Key:
     Attributes:
         name: the full name, with the enclosing sections: "zero_optimization.stage".
         fate: ``MAPPED``, ``NO_EFFECT`` or ``UNSUPPORTED``.
-        text: ringcomm's setting for it if mapped; else the reason, and the remedy.
+        text: if mapped, the setting of ringcomm that replaces it; else the reason and the remedy.
     """
 
     name: str
@@ -779,7 +779,7 @@ def from_fsdp2(
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> FSDP2Setup:
-    """Translates the arguments of ``torch.distributed.fsdp.fully_shard``; the names are equal.
+    """Translates arguments of ``torch.distributed.fsdp.fully_shard``, given under the same names.
 
     Returns:
         The settings of ``zero.shard``, and a note for each argument that was given.

@@ -336,7 +336,7 @@ class StorageWriter(storage.StorageWriter):
         super().__init__()
         self.path = Path(path)
         self._data = data
-        self._partial = self.path  # on the coordinator, later the hidden folder
+        self._partial = self.path  # the coordinator replaces it by the hidden folder
         self._clean_up: Callable[[], object] = _nothing
 
     def __repr__(self) -> str:

@@ -60,7 +60,7 @@ DTYPE_OF_NAME = {name: dtype for dtype, (name, _) in DTYPES.items()}
 
 # The most dimensions that NumPy and torch's operators accept.
 MOST_DIMS = 64
-# Small enough that a slice is still in the cache when it is written, right after its checksum.
+# So small that a slice is still in the cache when it is written, after its checksum is computed.
 SLICE_BYTES = 1 << 20
 # The size of slices when only a file's checksum is computed: large enough for the rank's threads to
 # share the work (``worker_pool.h``).
@@ -410,7 +410,9 @@ class SavedTensor:
             if min(sizes, default=0) < 0 or prod(max(1, each) for each in sizes) > _MAX_EXTENT:
                 raise ValueError(f"size {self.size} of shape {self.shape}")
         if prod(self.shape) != self.elems:
-            raise ValueError(f"shape {self.shape}: expected {self.elems} elements, as in its size")
+            raise ValueError(
+                f"shape {self.shape}: expected {self.elems} elements, as in size {self.size}"
+            )
         if self.dtype not in DTYPE_OF_NAME:
             raise ValueError(f"dtype {shown(self.dtype)} is unknown")
         check_fill(self.size, self.pieces)
@@ -716,7 +718,7 @@ def leftovers(parent: Path, name: str | None = None) -> list[Path]:
     return sorted(each for each in parent.iterdir() if hidden.fullmatch(each.name))
 
 
-# ---- The contents of each rank in a save: described, put together, and written -------------------
+# ---- The shards and data that each rank saves: described, merged, and written --------------------
 
 # A checkpoint accepts a part of a flat tensor as a FlatShard, which it saves as boxes.
 
@@ -929,7 +931,7 @@ class Contents:
     rank_tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
-        """Returns all contents except the elements, and a checksum of ``data``, as JSON types.
+        """Returns all contents as JSON types, with a checksum of ``data``, but without elements.
 
         Raises:
             ArgumentError: a name or a tensor is invalid.

@@ -421,15 +421,15 @@ class _Stack:
         for each in runs:
             if not each.becomes(tensor.dtype):
                 raise CheckpointError(
-                    f"{files.source}: {each.name}: expected values for {tensor.dtype}, as the "
-                    f"module has {name}, got {each.code}; quantized weights are not read"
+                    f"{files.source}: {each.name}: expected values that convert to {tensor.dtype}, "
+                    f"the dtype of {name}, got {each.code}; quantized weights are not read"
                 )
         made = self._converter is not None
         if not (_fill(runs, shape) if made else runs[0].shape == shape):
             several = f"{len(runs)} tensors of " if made else ""
             raise CheckpointError(
-                f"{files.source}: {runs[0].name}: expected shape {shape}, as the module has {name},"
-                f" got {several}shape {runs[0].shape}"
+                f"{files.source}: {runs[0].name}: expected shape {shape}, which {name} has in the "
+                f"module, got {several}shape {runs[0].shape}"
             )
         return tuple(runs)
 

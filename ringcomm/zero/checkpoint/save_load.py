@@ -195,7 +195,7 @@ def read_extra_state(
                 found[tuple(path)] = tensor.to("cpu" if kind == "cpu" else device)
             values[name] = _put_in(each["value"], (), found)
             if found:
-                raise ValueError(f"no tree entry for the tensors at {sorted(found)}")
+                raise ValueError(f"its value has no place for the tensors at {sorted(found)}")
         except DAMAGE as error:
             raise fail(f"extra state of module {name!r}: is damaged: {in_words(error)}") from error
     return values

@@ -404,7 +404,7 @@ def copies_of_params(engine: ShardEngine) -> Iterator[TensorShard]:
 
 
 def loose_shards(engine: ShardEngine, whole: bool) -> Iterator[TensorShard]:
-    """Yields parameters without a bucket, which all ranks have: all of each, or a rank's share."""
+    """Yields parameters without a bucket: if ``whole``, all elements, else this rank's share."""
     bucketed = {
         id(each.param)
         for stored in (*engine.stored, *engine.setup.stored_frozen)
@@ -434,7 +434,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def model_shards(engine: ShardEngine) -> Iterator[TensorShard]:
-    """Yields all tensors of the model; one rank per replica on a mesh yields each element."""
+    """Yields all tensors of the model; on a mesh one rank per replica yields an element."""
     yield from param_shards(engine, whole=False)
     yield from loose_shards(engine, whole=False)
     for name, buffer in buffers_of(engine.setup.module).items():

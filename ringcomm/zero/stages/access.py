@@ -370,7 +370,7 @@ class _Access:
     # ---- reading --------------------------------------------------------------------------------
 
     def nothing(self) -> Tensor:
-        """Returns the empty tensor for a parameter that is in no bucket."""
+        """Returns an empty tensor, the local shard of a parameter that is in no bucket."""
         return torch.empty(0, dtype=torch.float32, device=self.sharded.setting.device)
 
     @property
@@ -404,7 +404,7 @@ class _Access:
         return whole
 
     def _shards_of_all(self, flat: Tensor, first: int) -> list[Tensor]:
-        """Returns the sharers' shards of ``flat``; ``first`` is the bucket index of ``flat[0]``."""
+        """Returns each rank's shard of ``flat``; ``first`` is the bucket index of ``flat[0]``."""
         sharers = self.sharded.setting.sharers
         assert sharers is not None and self.bucket is not None
         everything = Chunk(first, first + flat.numel())

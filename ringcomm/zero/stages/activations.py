@@ -678,7 +678,7 @@ class Activations(AbstractContextManager[None]):
             engine.placement.lost = self._fault
         if backward != self._raises_in:
             self._raises_in = backward
-            # A callback queues it, so it runs after all callbacks of nodes, such as reductions.
+            # A callback queues _raise, which then runs after the nodes' callbacks (reductions).
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(partial(queue, partial(_raise, self._fault)))
 

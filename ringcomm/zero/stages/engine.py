@@ -94,7 +94,7 @@ class Slots:
         known = {id(slot.param) for slot in self._slots}
         for module in self._root.modules():
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # its entries are not in Python dicts, and do not change
+                continue  # TorchScript's entries are not in Python dicts, and do not change
             for key, child in module._modules.items():
                 yield module, "_modules", key, child
             for key, param in module._parameters.items():
@@ -455,7 +455,7 @@ class ShardEngine:
             setup.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _make_reduction(self) -> Reduction:
-        # Only a step that gathers parameters (stage 2) can be one pass, if gradients stay FP32.
+        # Only stage 2, whose step gathers parameters, can step in one pass, with FP32 gradients.
         reduced = self.options.precision.reduced_dtype
         exact = all(reduced(each.layout.dtype) is torch.float32 for each in self.stored)
         one_pass = self.stage == 2 and exact and not self.comm.launches
@@ -520,9 +520,9 @@ class ShardEngine:
     def _align_gradients(self) -> None:
         """Gives gradients of DTensors their parameters' placements as they arrive, in one order.
 
-        An alignment may be collective, so it is made here, in the same order on all ranks. The
-        order of later work depends on each rank's free buffers and local elements. See also NOTE
-        [Sums to come] in ``zero/stages/order.py``.
+        Redistributing a gradient may be collective, so a hook does it here, in the same order on
+        all ranks. The order of later work depends on each rank's free buffers and local elements.
+        See also NOTE [Sums to come] in ``zero/stages/order.py``.
         """
         for param in self.trainable.params:
             if is_distributed(param):
@@ -838,7 +838,7 @@ def _brings_gradient(param: Tensor) -> bool:
             node = get_gradient_edge(param).node
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
-        # Raised in torch.autograd.grad(), which returns the gradient and accumulates nothing.
+        # torch raises inside torch.autograd.grad(), which accumulates no gradient.
         return False
 
 

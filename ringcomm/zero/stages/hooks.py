@@ -121,7 +121,7 @@ def _casts(inside: torch.dtype | None, outside: torch.dtype | None) -> tuple[Any
     def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_inner = any(each is module for each in running)
         if is_inner and not torch.compiler.is_dynamo_compiling() and not _calls_itself(module):
-            # An exception ended the earlier call: activation checkpoints stop recomputing with one.
+            # An exception ended the earlier call, as when activation checkpoints stop recomputing.
             running[:] = [each for each in running if each is not module]
             is_inner = False
         running.append(module)
@@ -453,7 +453,7 @@ class _UnitHooks:
         return None if copied is output else copied
 
     def _without_parameters(self, output: Any) -> Any:
-        """Returns an output in which copies replace parameters and views: their memory is freed."""
+        """Returns ``output`` with copies of parameters and views, whose memory will be freed."""
         unsharder = self._unsharder
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if unsharder.has(tensor):
@@ -464,7 +464,7 @@ class _UnitHooks:
         if any(unsharder.has(tensor) for tensor in tensors_in(copied)):
             raise UnsupportedError(
                 f"zero: module {self._unit.name!r} returned a parameter, or a view of one, inside "
-                f"a {type(output).__name__}, and at stage 3 its memory is about to be freed; "
+                f"a {type(output).__name__}. At stage 3 the memory is about to be freed; "
                 "return a copy (.clone())"
             )
         return copied

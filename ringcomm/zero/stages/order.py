@@ -244,7 +244,7 @@ class ModuleOrder:
         )
         self._learned: dict[tuple[int, ...], list[int]] = {}
         # The state of the running backward; hooks read ``backward`` first.
-        #: A weak reference, dead once the backward has ended; then _forget_backward() sets None.
+        #: A weak reference. It is dead once the backward has ended; _forget_backward() clears it.
         self.backward: weakref.ref[_Backward] | None = None
         self._reduces = False
         self._expected: tuple[int, ...] = ()
@@ -351,7 +351,7 @@ class ModuleOrder:
         try:
             self._begin_reducing(self._sequence)
         except BaseException:
-            self._reduces = False  # so settle() makes no reductions
+            self._reduces = False  # makes settle() reduce nothing
             raise
 
     def _begin_reducing(self, numbers: Iterable[int]) -> None:

@@ -210,7 +210,7 @@ class ModuleGradients:
         # Weak, since parameters may outlive the module.
         self._engine_ref = weakref.ref(engine)
         self._warned = False
-        # Norms of the gradients that the pass `_norms_of` reduced, by (order, parameter's index).
+        # Norms by (order, parameter's index), of gradients that the first pass _norms_of reduced.
         self._norms: dict[tuple[float, int], Tensor] = {}
         self._norms_of: object = None
         self._one: Tensor | None = None

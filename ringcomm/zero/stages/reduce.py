@@ -481,8 +481,8 @@ class Reduction:
         self._used, self._added_to, self._warned = False, False, False
         self.kept: dict[int, Tensor] = {}
         self._keeps = self._kept_at_most = options.in_flight if keeps else 0
-        # _asked: a norm was requested since the last drop of the gradients; _sums: _asked as it was
-        # at that drop. Programs that clip request a norm per step; others need no sums for norms.
+        # _asked: a norm was requested since the gradients were last dropped; _sums: the value of
+        # _asked at that drop. Programs that do not clip request no norm, and need no sums for it.
         self._asked, self._sums = False, False
         self._flying: deque[tuple[GradientBucket, Tensor, Work | None]] = deque()
         self.generation = 0
@@ -613,7 +613,7 @@ class Reduction:
                 self._filled.append(bucket.number)
             if bucket.number == turns[0]:
                 return True  # advance() takes the gradients
-        # Only buckets whose turn is near get buffers; later buckets would leave them none.
+        # Only buckets whose turn is near get buffers: later buckets could take all buffers.
         if bucket.buffer is None and bucket.number in turns:
             # A gradient that moves now is still in the cache, and the next gradient can reuse its
             # memory. A device's events are not queried: a query fails while a graph is captured.

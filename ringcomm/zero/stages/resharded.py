@@ -93,7 +93,7 @@ def _allowed() -> Iterator[Callable[..., Any]]:
 
 #: Functions of tensors that neither read nor write values.
 FACTS = frozenset(_allowed())
-# Facts that differ for a placeholder, because all its elements share one unreadable element.
+# Functions with other results for a placeholder, whose elements share one memory location.
 _LAYOUT = frozenset((Tensor.dim_order, Tensor.is_contiguous, Tensor.is_pinned, Tensor.stride))
 # Functions that read values of all arguments but the first: only the first may be resharded.
 _MAKERS = frozenset(
@@ -224,7 +224,7 @@ class Resharded:
 
     # True if detach() returns a ReshardedValue.
     _detaches = True
-    # Facts that raise nevertheless: code that reads memory begins with its address.
+    # Functions that raise although they read no values: code calls them before it reads memory.
     _hidden: frozenset[Callable[..., Any]] = frozenset([Tensor.data_ptr])
 
     @classmethod

@@ -304,10 +304,10 @@ def _has_all(source: WeightSource, module: nn.Module) -> bool:
 
 
 def _make_room(module: nn.Module, device: torch.device, rollback: Rollback, held: bool) -> None:
-    """Gives a module's own meta tensors memory; if ``held``, ``rollback`` keeps its other tensors.
+    """Gives a module's own meta tensors memory, all of it if ``held``.
 
-    Without ``held`` a parameter gets the memory of one element, expanded to the parameter's shape,
-    until it has moved into its bucket.
+    With ``held``, ``rollback`` also keeps the module's other tensors. Else a parameter gets memory
+    of one element, expanded to the parameter's shape, until it has moved into its bucket.
     """
     for param in module._parameters.values():
         if param is None:

@@ -249,8 +249,8 @@ def _whole(engine: ShardEngine, name: str, param: Tensor) -> LocalShard:
     if not here.is_contiguous():
         head = where("local_shards", engine.comm.rank, engine.comm.world_size)
         raise UnsupportedError(
-            f"{head}: parameter {name}: it was frozen at shard(), and its elements are not in the "
-            "order of its shape in memory (contiguous); make it contiguous() before shard()"
+            f"{head}: parameter {name}: expected contiguous elements, since it was frozen at "
+            "shard(); make it contiguous() before shard()"
         )
     return LocalShard(name, 0, here.numel(), partial(_same, here.view(-1)))
 

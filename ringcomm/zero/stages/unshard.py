@@ -437,7 +437,7 @@ class Unsharder:
         """Reshards a bucket in backward, unless a graph still needs the bucket's memory."""
         if bucket.is_referred_to:
             return
-        # Graphs need only these two kinds of buckets later; see _is_awaited().
+        # Graphs may need only unhooked and staying buckets later; see _is_awaited().
         may_wait = bucket in self._unhooked or bucket in self._staying
         if not may_wait or not self._is_awaited(bucket):
             self.reshard(bucket)
@@ -581,8 +581,8 @@ class Unsharder:
     def is_repeated(self, unit: Unit) -> bool:
         """True if a call of a unit, outside of a call of the root, begins an iteration.
 
-        After a backward, every such call begins an iteration. Otherwise, with gradients, a call of
-        the unit that began this iteration does; without gradients, a second call of any unit does.
+        After a backward, every such call begins an iteration. Without a backward, an iteration
+        begins if a unit is called again: any unit, or with gradients the iteration's first unit.
         """
         key = id(unit)
         again = self._now[:1] == [key] if torch.is_grad_enabled() else key in self._now

@@ -85,7 +85,7 @@ class BackwardUpdates:
         self._frozen: list[int] = []
         self._asked = Asked(_OPERATION)
         self._digest = 0.0
-        # Per parameter, 1.0 if it is known to take this step (_active), or took the last step.
+        # Per parameter: 1.0 if it is known to take this step; and whether it took the last step.
         self._active: list[float] = []
         self._last_active: list[float] | None = None
         # This rank's failure. _all_failed: some rank failed, and all noticed it at the same bucket.
