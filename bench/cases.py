@@ -48,7 +48,7 @@ POISON = 113
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective; the larger of its two buffers has ``size`` bytes on each rank that holds it.
+    """A collective; the larger of its two buffers has ``size`` bytes on each rank with this buffer.
 
     ``crossings`` is the busiest link's traffic, in units of all data except a rank's chunk; 0: all
     data cross it once. ``input_is_chunk`` is true if the input has only 1/world of ``size``, and

@@ -2,7 +2,7 @@
 """Draws the charts of docs/pictures from bench/results: `make pictures`.
 
 The diagrams in this folder are SVG files that are edited by hand. Pages include a picture as an
-image, so it follows the reader's preference for light or dark and has its own background.
+image, so a picture has its own background, and follows the reader's choice of light or dark.
 """
 
 from __future__ import annotations

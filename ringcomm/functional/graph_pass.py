@@ -221,7 +221,7 @@ def _reshape(node: Node, shape: Sequence[Any], like: Node) -> Node:
 
 
 def _put(old: Node, new: Node) -> None:
-    """Replaces a node by another, and erases it with all inputs that only it used."""
+    """Replaces ``old`` by ``new``; erases ``old``, and all inputs that only ``old`` used."""
     old.replace_all_uses_with(_reshape(new, _value(old).shape, old))
     _erase(old)
 

@@ -866,8 +866,8 @@ class Buckets(list[Bucket]):
     """All buckets of a layout on one rank, with a view of each parameter in them.
 
     Attributes:
-        params: maps a parameter's index to its view into its bucket, if this rank keeps all of it.
-        grads: maps a parameter's index to the view of its gradient, if this rank keeps all of it.
+        params: the parameters by index, as views of buckets that this rank keeps whole.
+        grads: the gradients by the parameter's index, likewise.
     """
 
     def __init__(self, layout: ShardLayout, buckets: Sequence[Bucket]) -> None:

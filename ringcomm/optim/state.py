@@ -99,7 +99,7 @@ class Debtors:
 
 
 def with_error_feedback(sharded: ShardedStep) -> Iterator[tuple[Bucket, ErrorFeedback]]:
-    """Yields buckets and their error feedback, after rescaling it to the next loss scale."""
+    """Yields buckets and their error feedback, which it first rescales to the next loss scale."""
     for bucket in sharded.buckets:
         if bucket.error_feedback is not None:
             bucket.error_feedback.follow_scale()

@@ -146,7 +146,7 @@ class PreparedStep:
         #: The way in which a step reduces, updates and gathers each bucket.
         self.plan: StagePlan
         self._check_ranks()
-        # Make the offload after the ranks have compared their options, since it is collective.
+        # Making the offload is collective, so the ranks have to compare their options first.
         self.offload: StateOffload = (
             make_offload(setting) if self._before is None else self._before.offload
         )

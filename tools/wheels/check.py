@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks a finished wheel without running it.
 
-A wheel must run on each system that fits its tag, without anything else from its builder: the
-module links only glibc and exports no symbols of included libraries, no file contains a path of the
-build, and no file belongs only to the source tree.
+A wheel must run on each system that fits its tag, without anything else from the machine that built
+it: the module links only glibc and exports no symbols of included libraries, no file contains a
+path of the build, and no file belongs only to the source tree.
 """
 
 from __future__ import annotations

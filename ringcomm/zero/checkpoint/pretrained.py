@@ -721,7 +721,8 @@ class Pretrained(WeightSource):
         if sharding is not None and len(runs) > 1:
             raise UnsupportedError(
                 f"pretrained: {name} is made of {len(runs)} tensors in the files, and a DTensor is "
-                "read from one tensor only; load it with from_pretrained(), and divide it then"
+                "read from one tensor only; load the model with from_pretrained(), and then divide "
+                f"{name}"
             )
         box = None
         if sharding is not None:

@@ -269,7 +269,7 @@ def _on_all(
     Args:
         param: the argument that was passed as a parameter.
         operation: name of the operation in errors.
-        reads: True for an operation that needs other ranks only if they have other shards.
+        reads: True for a read, which needs the other ranks only if they have other shards.
         local: True if no other ranks are needed.
     """
     engine = owner_of(param) if isinstance(param, Tensor) else None

@@ -4,9 +4,9 @@
 NOTE [What stays where it is]
 Parameters, buffers and their views are not written: they are in memory anyway, or stage 3 unshards
 them again, in the same memory. Small tensors are not written either, since their transfer would
-cost more than their memory is worth. Tensors that an activation checkpoint saves while a backward
-runs and its layer is computed again are needed at once, so they also stay in memory, as do tensors
-that are not dense.
+cost more than their memory is worth. In backward an activation checkpoint computes its layer again;
+the tensors that are saved then are needed at once, so they also stay in memory. Tensors that are
+not dense stay in memory, too.
 
 NOTE [Changes in place]
 If saved tensors have hooks, torch does not check whether they have changed. So an alias of each
@@ -202,7 +202,7 @@ def reach_of(shape: Sequence[int], stride: Sequence[int]) -> int:
 def extent_of(tensor: Tensor) -> tuple[int, int]:
     """Returns the part of a tensor's storage that is to be saved, as bytes [begin, end).
 
-    If the tensor spans at least half of its storage, this is the whole storage, since its other
+    If the tensor spans at least half of its storage, the whole storage is saved, since its other
     parts are mostly saved as well. A view of a few rows of a data set does not save the other rows.
     """
     begin = int(tensor.storage_offset()) * tensor.element_size()
@@ -514,8 +514,8 @@ def activations_on(
     """Returns a context that keeps tensors saved for backward on a disk; see ``docs/disk.md``.
 
     Args:
-        disk: the folder, the memory for transfers, and how many bytes of the tensors saved last
-            stay in memory.
+        disk: the folder, the memory for transfers, and how many bytes stay in memory, of the
+            tensors that were saved last.
         module: the modules that run, sharded or not. Their buffers, and all tensors that share
             memory with their parameters and buffers, stay in memory. Without ``module`` only
             parameters and their views surely stay in memory.
@@ -523,7 +523,7 @@ def activations_on(
 
     Returns:
         A context manager for this thread, which may be entered any number of times. Backward may
-        run inside or outside of it. Keep it from step to step, to use its file's space again.
+        run inside or outside of it. Keep the object from step to step, to reuse its file's space.
 
     Raises:
         ArgumentError: an argument has a wrong type or value.
@@ -791,7 +791,7 @@ class _VersionWatch:
 
     Args:
         tensor: the tensor to be watched.
-        alias: a tensor that shares its version, with or without its memory.
+        alias: a tensor that shares the version of ``tensor``, and perhaps its memory.
     """
 
     def __init__(self, tensor: Tensor, alias: Tensor) -> None:

@@ -68,7 +68,7 @@ _ADDING = {"add_": "add_", "sub_": "sub_", "__iadd__": "add_", "__isub__": "sub_
 _REPLACING = ("copy_", "fill_")
 _BOUNDING = ("clamp_", "clamp_min_", "clamp_max_", "clip_", "nan_to_num_")
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
-# Functions that return the same gradient object, and read no values.
+# Functions that return the ParamGradient itself, and read no values.
 _ITSELF = ("data", "detach", "detach_")
 
 

@@ -537,7 +537,7 @@ class Reduction:
             self._used = self._added_to = any(bucket.is_active for bucket in self.buckets)
         self.settle()
         if self._launches:
-            # Zero all words at once: every bucket will have a turn, and its reduction adds to them.
+            # Zero all words at once: every bucket will have a turn, and then adds to its words.
             self.wait()
             self._words.zero_()
             self._zeroed.update(range(len(self.buckets)))

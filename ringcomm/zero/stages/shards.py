@@ -3,11 +3,11 @@
 
 NOTE [What a rank keeps]
 At stage 3 a rank keeps its share of each parameter. At stages 1 and 2 every rank has whole
-parameters, and its shard is the share whose optimizer state it keeps, so that data which a program
-computes from its shards (an average, a second set of weights) is also divided among the ranks. At
-stage 0 a shard is the whole parameter. At stages 0 to 2 the shard of a parameter that was frozen at
+parameters; its shard is the share whose optimizer state it keeps. So data that a program computes
+from shards (an average, a second set of weights) are also divided among the ranks. At stage 0 a
+shard is the whole parameter. At stages 0 to 2 the shard of a parameter that was frozen at
 ``shard()``, and so is in no bucket, is also the whole parameter. If parameters are on a disk,
-``values`` is a new copy at each access; :func:`writing_shards` writes its copies at its end.
+``values`` is a new copy at each access; :func:`writing_shards` writes its copies when it ends.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
     memory = _Memory(engine, "exchanged")
     with memory.changing() as told:
         memory.check_values(values)
-        # If only some ranks passed a parameter, it would mix its own and other values.
+        # If only some ranks passed values of a parameter, it would get a mixture of values.
         told["parameters"] = sorted(values)
         for name, value in values.items():
             with normal_tensors():
