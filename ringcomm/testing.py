@@ -24,7 +24,7 @@ __all__ = ["ranks"]
 
 # The parameter of a test that gets the rank's communicator.
 COMM = "comm"
-# Characters of another rank's error in the report.
+# The report shows at most this many characters of another rank's error.
 LONGEST_LINE = 300
 
 

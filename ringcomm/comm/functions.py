@@ -808,7 +808,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
 
 
 def _launch(messages: dict[int, PeerMessage]) -> dict[int, Work]:
-    """Launches messages between devices; returns their Works under the same keys."""
+    """Launches messages between devices; returns each message's Work under the message's key."""
     keys, in_order = list(messages), list(messages.values())
     works: dict[int, Work] = {}
     for launch in launches_of(in_order):

@@ -547,7 +547,7 @@ class CudaRuntime(CudaStreams):
         )
 
     def usable_multiprocessors(self, device: int) -> int:
-        # Do not enter the current device again: this would leave a green context of this thread.
+        # Do not enter the current device again: the thread would leave its green context.
         inside = torch.cuda.current_device() == device
         with nullcontext() if inside else self.on_device(device):
             limits = self._driver.multiprocessors()

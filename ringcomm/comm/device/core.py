@@ -157,8 +157,8 @@ class DeviceRecorder:
     def located(self, fault: dict[str, Any]) -> dict[str, Any]:
         """Returns a fault with the call numbers of the records; records this rank's failures.
 
-        A kernel's own numbers differ, since each block counts its calls, replays included. A number
-        is 0 if the fault may mean calls from different call sites.
+        A kernel reports other numbers, since its blocks also count replays of graphs. A number is 0
+        if the fault may mean calls from different call sites.
         """
         own = self._comm.fault()
         message = self._note(own) if own is not None else 0
@@ -256,7 +256,7 @@ def _calls_of(
     records: _native.DeviceRecorder | None,
 ) -> _native.DeviceCalls:
     place = runtime.tensor_place(device)
-    # DLPack's device of a tensor on the host does not tell several emulated devices apart.
+    # DLPack's device of a tensor on the host is the same for all emulated devices.
     is_mine = runtime.is_device_tensor if place[0] == HOST_PLACE[0] else None
     return _native.DeviceCalls(
         native,

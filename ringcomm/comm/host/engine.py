@@ -822,7 +822,7 @@ class CallEngine(ABC):
 
     @abstractmethod
     def _why_lost(self, peer: int) -> str:
-        """Returns why a peer makes no more calls here, as the end of a sentence; "" if it may."""
+        """Returns why a peer makes no more calls here, as the end of a sentence, or "" if none."""
 
     @abstractmethod
     def _make_triton(self, checks: CallChecks) -> TritonEnd:

@@ -118,7 +118,7 @@ class Message(Work):
         future = super().get_future()
         if not self._finished:
             # The native engine cannot call Python, so a thread must notice the end. Each message
-            # has its own thread: a shared thread could wait for a message while a later one ends.
+            # has its own thread, since a shared thread might wait for another message.
             start_thread(
                 threading.Thread(target=self._watch, name="ringcomm-future", daemon=True),
                 f"get_future of {self._name}",

@@ -119,7 +119,7 @@ class NodeLayout:
         return self._shard_indices[rank]
 
     def others(self) -> Iterator[int]:
-        """Yields the other nodes' numbers, from the one after this rank's node on."""
+        """Yields the numbers of the other nodes, beginning with the node after this rank's."""
         for distance in range(1, len(self.nodes)):
             yield (self.node + distance) % len(self.nodes)
 

@@ -123,7 +123,7 @@ class TritonEnd:
         self._family = family
 
     def chosen(self, algorithm: int) -> int:
-        """Returns ``algorithm``, but the code of the family in place of the code of "auto"."""
+        """Returns ``algorithm``, or the code of the family if it is the code of "auto"."""
         return self._family if algorithm == _AUTO else algorithm
 
     def run(self, plan: KernelPlan, in_ptr: int, out_ptr: int) -> int:

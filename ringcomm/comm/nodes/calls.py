@@ -194,7 +194,7 @@ class CallsOverNodes(NoFastCalls):
         return self._closed or self._watch.error is not None or self._inner.aborted
 
     def chosen(self, algorithm: int) -> int:
-        """Returns ``algorithm``, but the code of "one_shot" for "auto"."""
+        """Returns ``algorithm``, or the code of "one_shot" if it is the code of "auto"."""
         return ONE_SHOT if algorithm == AUTO else algorithm
 
     @property

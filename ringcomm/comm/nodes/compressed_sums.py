@@ -112,7 +112,7 @@ class ErrorFeedback:
         self.scale_now = scale_now
 
     def follow_scale(self) -> None:
-        """Rescales the errors to the next gradients' loss scale; exact between powers of two."""
+        """Rescales the errors to the next gradients' loss scale; exact if both scales are 2^n."""
         now = self.scale_now()
         if now != self.scale:
             for each in self.tensors:

@@ -378,7 +378,7 @@ class NodesCore(CollectivesOverNodes):
             begun: holds the memory of the quantized values.
             rail: the number of the rail.
             wide: the FP32 numbers.
-            spans: by node, the memory for the dequantized numbers; this node's is filled at once.
+            spans: by node, the memory for the dequantized numbers; fills this node's at once.
             form: the form in which partial sums are sent.
         """
         quantized = [Span(0, form.bytes_of(span.elems)) for span in spans]
@@ -435,7 +435,7 @@ class NodesCore(CollectivesOverNodes):
         return on_rail
 
     def _reduce_rows(self, begun: _Begun, table: Table, target: int, form: Form) -> None:
-        """Reduces the elements of node ``target``'s ranks within this node, to partial sums."""
+        """Reduces, within this node, the elements of node ``target``'s ranks to partial sums."""
         r = form.r
         for local_rank, row in self._rows(table, target):
             mine = row[self.layout.local_rank]

@@ -421,7 +421,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         return whole.view(TORCH_DTYPES[dtype])
 
     def _segments_of(self, elems: int, elem_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yields (begin, end) of segments; equal segments of all ranks together fit in scratch."""
+        """Yields (begin, end) of segments; scratch has room for one segment of every rank."""
         each = SCRATCH_BYTES // (elem_bytes * self._world) // LINE_ELEMS * LINE_ELEMS
         each = max(each, LINE_ELEMS)
         yield from ((begin, min(begin + each, elems)) for begin in range(0, elems, each))
@@ -451,7 +451,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         ]
 
     def _on_rail(self, rail: int, elems: Sequence[int]) -> list[int]:
-        """Returns, by node, the entry of ``elems`` for the node's rank on this rail, or 0."""
+        """Returns, by node, the entry of ``elems`` for the node's rank on this rail; 0: no rank."""
         return [elems[ranks[rail]] if rail < len(ranks) else 0 for ranks in self.layout.nodes]
 
     def _way_to(self, root: int) -> tuple[int, int, int]:

@@ -44,7 +44,7 @@ from ringcomm.process import Deadline
 # ---- Messages under way over nodes, with the methods of ``_native.Request`` ---------------------
 
 LOOK_S = 0.05
-# Sources for post_recv of the node's core.
+# Values for the source in a call of post_recv() of the node's core.
 ANY_LOCAL_PEER, ANY_RANK = -1, -2
 _DTYPE_NAMES = {code: name for name, code in _native.DTYPES.items()}
 _HEADER = "<qqqq"

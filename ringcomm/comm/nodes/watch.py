@@ -132,7 +132,7 @@ LOOK_S = 0.05
 ASK_STORE_S = 0.15
 # Seconds to wait for the cause of a broken connection: another rank may be about to post it.
 CAUSE_S = 0.25
-# Seconds after its timeout at which a wait on a rail is ended: the failed rank's node ends earlier.
+# A wait on a rail ends this many seconds after its timeout: the failed rank's node ends before.
 GRACE_S = 0.5
 STORE_S = 0.5
 LONGEST_CAUSE = 240
@@ -145,7 +145,7 @@ RANK = re.compile(r"\b([Rr])ank (\d{1,9})\b(?! \(node)")
 
 
 class Awaiting:
-    """One word in the heap of each rank of the node: the rank that it awaits on a rail, or -1.
+    """A word in each local rank's heap: the rank that the local rank awaits on a rail, or -1.
 
     A rank that waits too long for a local peer reads in the peer's word which rank the peer awaits.
 

@@ -895,7 +895,7 @@ class FlightRecorder:
     Args:
         source: copies the recorders; None: nothing is recorded.
         name: the name of the communicator.
-        rank_of: rank and world size.
+        rank_of: this rank, and the world size.
         locate: translates the call numbers of a kernel's fault to the records' numbers.
     """
 
