@@ -50,8 +50,8 @@ POISON = 113
 class Collective:
     """A collective; the larger of its two buffers has ``size`` bytes on each rank with this buffer.
 
-    ``crossings`` is the busiest link's traffic, in units of all data except a rank's chunk; 0: all
-    data cross it once. ``input_is_chunk`` is true if the input has only 1/world of ``size``, and
+    ``crossings`` is how often (world - 1) / world of ``size`` crosses the busiest link; 0: ``size``
+    crosses it once. ``input_is_chunk`` is true if the input has only 1/world of ``size``, and
     ``output_is_chunk`` if the output has. ``usual`` is the placement in ``torch.distributed``.
     """
 
@@ -247,7 +247,7 @@ def _pattern(case: Case, rank: int) -> torch.Tensor:
     op = case.op if case.collective.reduces else ""
     if op == "prod":  # at most one rank contributes a 2, so no dtype overflows
         return torch.where(index.remainder(case.world + 1) == rank, 2, 1).to(case.dtype)
-    if op == "avg":  # inputs differ between ranks, and the mean is 2^k: exact
+    if op == "avg":  # inputs differ between ranks; their mean is a power of 2, so it is exact
         mean = torch.bitwise_left_shift(torch.ones_like(index), index.remainder(3))
         return (mean + 2 * rank - (case.world - 1)).to(case.dtype)
     # Use the upper bits of a product, which look random; the lowest bits have a short period.

@@ -60,7 +60,7 @@ def _load(root: Path) -> ctypes.CDLL:
         # which spins while a call runs. On two cores with a load of 11, calls of two ranks took
         # 16 to 36 ms with these threads (4 KiB), and 6 to 9 us without them.
         "CCL_WORKER_OFFLOAD": "0",
-        "CCL_LOG_LEVEL": "error",  # it would warn of each of these variables
+        "CCL_LOG_LEVEL": "error",  # else oneCCL warns of each of these variables
     }
     for name, value in variables.items():
         os.environ.setdefault(name, value)

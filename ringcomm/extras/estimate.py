@@ -568,7 +568,7 @@ class Training:
                 yield round_up(_share(size, shares), TILE_ELEMS), count
 
     def swap_units(self, elems: int, count: int) -> list[SwapUnits]:
-        """Returns the swap units of ``count`` chunks of ``elems`` elements of offloaded state."""
+        """Returns the swap units of offloaded state, for ``count`` chunks of ``elems`` elements."""
         size = elems_of_pieces(elems, piece_elems(self._offload.buffer_bytes))
         equal = (elems - 1) // size
         sizes = ((size, equal * count), (elems - equal * size, count))

@@ -614,7 +614,7 @@ class Bucket:
 
     @property
     def may_be_away(self) -> bool:
-        """True if the parameters may be out of memory, except inside :meth:`params_here`."""
+        """True if the parameters are in memory for certain only inside :meth:`params_here`."""
         return self._memory.holder is not None
 
     def params_here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:

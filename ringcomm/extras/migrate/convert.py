@@ -169,7 +169,7 @@ class ForeignTensor(FlatShard):
         ValueError: the pieces have several dtypes.
     """
 
-    # Maps the number of elements in all earlier pieces to a piece.
+    # Each piece, with its offsets, by the number of elements in all earlier pieces.
     pieces: dict[int, tuple[tuple[int, ...], Tensor]]
 
     @staticmethod

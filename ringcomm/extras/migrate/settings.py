@@ -137,7 +137,7 @@ class Schedule:
         groups = optimizer.param_groups
         lrs = [deepcopy(group.get("initial_lr", group["lr"])) for group in groups]
         rates = [self._rate(optimizer, number, float(lr)) for number, lr in enumerate(lrs)]
-        # LambdaLR multiplies the returned rate by the initial rate, which is 1 to keep the bits.
+        # LambdaLR multiplies a returned rate by the initial rate; with 1 the rate keeps its bits.
         for group in groups:
             group["initial_lr"] = 1.0
         made = LambdaLR(optimizer, rates)
@@ -271,7 +271,7 @@ _FORMULAS: dict[str, Callable[[Any, float, int], Any]] = {
 
 _DEEPSPEED = "from_deepspeed"
 _LARGEST_FILE_BYTES = 1 << 20
-_MOST_NAMED = 5  # keys in an error
+_MOST_NAMED = 5  # most keys that one error names
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),

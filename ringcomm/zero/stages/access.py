@@ -370,7 +370,7 @@ class _Access:
     # ---- reading --------------------------------------------------------------------------------
 
     def nothing(self) -> Tensor:
-        """Returns an empty tensor, the local shard of a parameter that is in no bucket."""
+        """Returns the values of a parameter that is in no bucket, since it has no elements."""
         return torch.empty(0, dtype=torch.float32, device=self.sharded.setting.device)
 
     @property
@@ -386,7 +386,7 @@ class _Access:
         return not local and is_offloaded
 
     def read(self, name: str, local: bool) -> Tensor:
-        """Returns a copy of the parameter's values in a state tensor, whole or local."""
+        """Returns a copy of a tensor of the parameter's state: the whole, or the local shard."""
         assert self.bucket is not None
         with self.all_or_none() if self.may_fail(local) else nullcontext():
             shard = self.bucket.read_state(name, *self.own)

@@ -127,7 +127,7 @@ class Content:
         self.lies_in(storage, begin)
 
     def lies_in(self, storage: Storage, at: int) -> None:
-        """Notes the bytes' storage and offset; valid as long as an object keeps the storage."""
+        """Stores a weak reference to the storage with the bytes, and their offset in it."""
         self._memory, self._memory_bytes, self.at = weak(storage), storage.nbytes(), at
 
     def find_storage(self) -> Storage | None:

@@ -437,7 +437,7 @@ class ShardedBucket(ParamBucket):
     def is_referred_to(self) -> bool:
         """True if views of the unsharded memory exist besides the parameters themselves.
 
-        Compares the reference count with the count at the first unsharding, before such views.
+        Compares the reference count with the count at the first unsharding, when none existed.
         """
         references = self._references
         return (

@@ -284,7 +284,7 @@ def _probe(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> 
 
 
 def _change_of(probe: Tensor, fn: Convert) -> str | None:
-    """Returns the change that a function makes to a tensor, in words, or None."""
+    """Describes the change that a function makes to a tensor; None if it changes nothing."""
     before = _bits(probe)
     stride = probe.stride()
     with torch.no_grad():

@@ -85,7 +85,7 @@ def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
         engine.keep(root.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
         for module in root.modules():
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # takes no such hooks; it has no tensors, or shard() would have refused it
+                continue  # TorchScript takes no such hooks; shard() refuses it if it has tensors
             engine.keep(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
     if casts:
         engine.keep(root.register_forward_hook(cast_outputs))
@@ -356,7 +356,7 @@ class _UnitHooks:
         self.everyone: Sequence[_UnitHooks] = ()
         self._is_root = is_root
         self._depth = 0
-        # True if a parameter was looked up while the unit was resharded, which unsharded it.
+        # True if looking up a parameter of the resharded unit has unsharded the unit.
         self._touched = False
         # True if the unit stays unsharded after forward. touched() also sets it: for parameters
         # that are used outside of their module's calls.

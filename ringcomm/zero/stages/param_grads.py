@@ -493,7 +493,7 @@ class ModuleGradients:
             self._wrote(reduced)
 
     def _refuse_sum(self, own: ParamGradient, called: str) -> None:
-        """Raises ArgumentError if ranks sum gradients: a value would then count once per rank."""
+        """Raises ArgumentError if ranks sum gradients: each rank would add the value to the sum."""
         engine = self._engine
         if engine.options.reduce == "sum" and engine.comm.world_size > 1:
             self.refuse(own, f'{called}, with ZeroOptions(reduce="sum"),')

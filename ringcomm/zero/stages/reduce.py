@@ -453,8 +453,8 @@ class Reduction:
         is_small = comm.world_size == 1 or max(sizes_bytes, default=0) <= SMALL_BYTES
         if is_small and isinstance(engine, DeviceCallEngine):
             self._device_ref = engine.device_ref
-        # The stream of such reductions, until wait() has made the current stream wait for it. With
-        # overlap=False it is None: the caller orders the streams of its backwards and steps.
+        # The stream of the last reductions on a caller's stream, until wait() has made the current
+        # stream wait for it. None with overlap=False: the caller itself orders these streams.
         self._stream: int | None = None
         # Numbers of the buckets whose norm words are zeros now.
         self._zeroed: set[int] = set()

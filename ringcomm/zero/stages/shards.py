@@ -236,7 +236,7 @@ def _same(values: Tensor) -> Tensor:
 
 
 def _read(engine: ShardEngine, bucket: DiskBucket, name: str, here: slice) -> Tensor:
-    """Returns a copy of a shard on the disk, or the copy that is being written to."""
+    """Returns a new copy of a shard that is on the disk, or the copy that the user writes to."""
     if engine.shard_copies is not None:
         return engine.shard_copies[name]
     with bucket.here():
@@ -266,7 +266,7 @@ class _Memory:
 
     @contextmanager
     def changing(self) -> Iterator[dict[str, Any]]:
-        """Lets all ranks write to their shards in the body; an error restores them; collective.
+        """Lets all ranks write to their shards in the body, and undoes it on errors; collective.
 
         Yields:
             A dict for values that must be equal on all ranks, as JSON types.
@@ -597,7 +597,7 @@ def _broadcast(
 
 
 def _changed_in(bucket: ParamBucket, only: frozenset[int] | None) -> list[tuple[int, int]]:
-    """Returns a bucket's ranges with the parameters in ``only`` (by ``id``; None: all)."""
+    """Returns the ranges of a bucket that parameters in ``only`` (by ``id``) fill; None: all."""
     chosen = [each for each in bucket.params if only is None or id(each.param) in only]
     if len(chosen) == len(bucket.params):
         return [(0, bucket.layout.elems)]

@@ -211,7 +211,7 @@ class BackwardUpdates:
             steps = index is not None and (zero or has) and index not in self._frozen
             wanted.append(float(steps))
         if self._asked.refusal is not None:
-            pass  # so no rank will update the bucket
+            pass  # the refusal keeps all ranks from updating the bucket
         elif isinstance(stored, ShardedBucket):
             assert self._unsharder is not None
             self._unsharder.close_bucket(stored)
