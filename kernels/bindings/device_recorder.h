@@ -42,8 +42,8 @@ class DeviceRecorder final : public device::CallObserver {
   // Records an enqueued collective of Triton's kernels; called with the GIL.
   void enqueues_triton(const CallId& id, unsigned channels, bool captured);
 
-  // raised: set by a kernel of this rank when it gives up. From then on, or after stop(), an ended
-  // kernel need not have done its call, so seen_completed() and seen_begun() note no more calls.
+  // raised: set by a kernel of this rank when it gives up. From then on, or after stop(), a kernel
+  // may end without doing its call, so seen_completed() and seen_begun() note no more calls.
   void watch(const uint32_t* raised);
   void stop();
 

@@ -53,7 +53,8 @@ std::optional<FaultWords> fault_of(const Comm& comm) {
   FaultReport report;
   if (!comm.faulted(&report)) return std::nullopt;
   FaultWords found = fault_dict(report.fault, report.reason);
-  // A lost thread has left the function of LocalWorld.run(): it cannot die without its process.
+  // If the lost peer is a thread, it has left the function of LocalWorld.run(), since a thread
+  // cannot die without its process.
   const int peer = report.fault.peer;
   if (report.fault.status == Status::kPeerLost && peer >= 0 && comm.waiter().is_thread(peer))
     found["kind"] = "peer_left";

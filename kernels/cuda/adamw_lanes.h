@@ -253,7 +253,7 @@ RC_TEAM_FN void end_turns(const Team& team, Workspace& w, uint32_t refused) {
   const bool last = !common || begin + LaneTurns::kAtOnce * stride >= part.whole;
   if (active && !common) {
     update_by_any<G, P, kind>(team, w);
-    refused = 1;  // as begin_turns() returned; set again, so that no register keeps it
+    refused = 1;  // begin_turns() returned 1, too; set again, so that no register keeps it
   }
   uint64_t at = begin + uint64_t(lane) * kTurnElems + uint64_t(log2_of(refused)) * stride;
   bool tail = active && last;

@@ -76,7 +76,8 @@ struct MulticastBuffer {
 // covers different offsets.
 enum class Published { kNone, kSome, kAll };
 
-// Multimem instructions access whole vectors. The host sets CallArgs.bound only for such buffers.
+// Multimem instructions access whole vectors, so the host sets CallArgs.bound only for buffers at
+// multiples of this size.
 constexpr uint64_t kBoundAlign = 16;
 
 // This channel's part of the windows: two slots.

@@ -80,7 +80,7 @@ struct Vectors {
 };
 
 // Half a turn of a lane: `half` vectors of each source, kVectorStep bytes apart. `vector` is the
-// number of the first. whole: all vectors exist; else only vectors below `count` do.
+// number of the first vector. whole: all vectors exist; else only vectors below `count` do.
 template <int sources, int half>
 struct HalfTurn {
   static constexpr int kVectors = half * kWarpLanes;  // vectors of all lanes of a warp
@@ -281,7 +281,8 @@ struct Reducer {
 
   // ---- all sources of a vector loaded together ----------------------------------------------
 
-  // Reduces one vector of each source, in the sources' order. scaled: multiplies by `factor` last.
+  // Reduces one vector of each source, in the sources' order. scaled: multiplies the results by
+  // `factor`.
   template <bool scaled, int count>
   RC_TEAM_FN static Vec16 reduced(const Vec16 (&v)[count], Acc factor) {
     if constexpr (count == 1 && !scaled) {

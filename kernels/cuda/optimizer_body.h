@@ -175,7 +175,7 @@ RC_TEAM_FN bool sums_gradients(const CallArgs& args) {
 }
 
 // One-shot adamw_all_gather and reduce_scatter_adamw_all_gather. The bucket is in shared memory and
-// few other values live across the parts of a step, so that the update has nearly all registers.
+// few other values stay in registers during a step, so that the update has nearly all registers.
 
 // Runs a step up to its update. Returns false if the call must end here.
 template <class G, class P, class E>

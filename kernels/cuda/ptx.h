@@ -163,8 +163,9 @@ __device__ __forceinline__ void fence_proxy_alias() {
 
 #if RC_HAS_HALF_SUMS
 // Adds eight pairs with one rounding to nearest even. The bits equal a sum in FP32 that is then
-// narrowed: FP32's 24 bits are at least twice the 8 or 11 bits, plus two (Figueroa, "When is double
-// rounding innocuous?", SIGNUM Newsletter 30, 1995). A NaN becomes 0x7fff.
+// narrowed: FP32's 24 bits are at least twice the 8 or 11 bits of a 16-bit type, plus two
+// (Figueroa, "When is double rounding innocuous?", SIGNUM Newsletter 30, 1995). A NaN becomes
+// 0x7fff.
 template <>
 constexpr bool kAddsPacked<BFloat16> = true;
 template <>

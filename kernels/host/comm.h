@@ -150,7 +150,8 @@ class Comm {
 
   void abort(const std::string& reason);
   bool aborted() const;
-  // True once a call of this rank has given up; then waits until this rank's abort word is raised.
+  // True if a call of this rank has given up; in this case returns only once the abort word is
+  // raised.
   bool has_failed() const;
   // Sets whether this rank has left: if so, threads of this process stop waiting for it.
   void set_left(bool left);

@@ -254,7 +254,8 @@ void Process::drop_descriptor() {
 }
 
 bool Process::has_ended() const {
-  // Pairs with the release in Comm::set_left(): items that the thread published before are valid.
+  // Pairs with the release in Comm::set_left(): items that the thread published before it left are
+  // valid.
   if (left_ != nullptr) return load_acquire_sys(left_) != 0;
   if (pid_ == 0) return false;
   if (pidfd_ >= 0) {

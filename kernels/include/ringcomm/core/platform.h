@@ -3,9 +3,9 @@
 // The only file that depends on the compiler and on the machine for which it compiles.
 //
 // RINGCOMM_ISA names the inline namespace of everything below kernels/include. The linker keeps any
-// one of several inline functions with the same symbol. If it kept the one compiled with -mavx512f
-// for code compiled for the baseline, an older CPU would end the program by SIGILL. Distinct
-// namespaces make distinct symbols.
+// one of several inline functions with the same symbol. If the linker kept a function compiled with
+// -mavx512f in place of the same function of the baseline, an older CPU would end the program by
+// SIGILL. Distinct namespaces make distinct symbols.
 #pragma once
 
 #if defined(__CUDACC_RTC__)

@@ -100,7 +100,7 @@ struct MomentDraw {
     return {drawn.word[0], drawn.word[1], uint32_t(element)};
   }
   // Returns the random bits of element `i` of the run: the last two rounds of a hash by Wellons
-  // ("lowbias32"), each after a key.
+  // ("lowbias32"). A key is xored in before each multiplication.
   RC_FN uint32_t word(uint32_t i) const {
     uint32_t x = ((first + i) ^ key) * 0x7feb352du;
     x = (x ^ x >> 15 ^ twist) * 0x846ca68bu;
