@@ -57,8 +57,8 @@ def _load(root: Path) -> ctypes.CDLL:
         "CCL_MPI_LIBRARY_PATH": str(root / "lib" / "libmpi.so.12"),
         "CCL_KVS_IFACE": "lo",
         # The calling thread moves the data. By default each rank has a second thread for this,
-        # which spins while a call runs. On two cores with a load of 11, calls of two ranks took
-        # 16 to 36 ms with these threads (4 KiB), and 6 to 9 us without them.
+        # which spins while a call runs. On two cores with a load average of 11, calls of two ranks
+        # took 16 to 36 ms with these threads (4 KiB), and 6 to 9 us without them.
         "CCL_WORKER_OFFLOAD": "0",
         "CCL_LOG_LEVEL": "error",  # else oneCCL warns of each of these variables
     }

@@ -723,7 +723,7 @@ class Loading:
         return {f"model.{name}": f"model.{source}" for name, source in found.items()}
 
     def _params_from_masters(self, step: ShardedStep) -> dict[str, str]:
-        """Returns, for each parameter without a master here, the saved master to read it from."""
+        """Returns the name of the saved master of each parameter that has no master here."""
         found = {}
         for stored, bucket in zip(self.engine.stored, step.buckets, strict=True):
             if bucket.state.master is not None:
