@@ -180,7 +180,7 @@ def find_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     Args:
         model: the whole model.
         pattern: an unwrapped name; a ``*`` matches any characters within one part. A wrapper and
-            its module have the same unwrapped name; then the wrapper is returned.
+            its module have the same unwrapped name; only the wrapper is returned.
     """
     found: dict[str, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():

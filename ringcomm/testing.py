@@ -100,7 +100,7 @@ def ranks(
 def _in_test(traceback: TracebackType | None) -> TracebackType | None:
     """Returns the traceback from the first frame outside ringcomm on; all of it if there is none.
 
-    The frames before are those that start the ranks.
+    The frames before it start the ranks.
     """
     found = traceback
     while found is not None and _is_own(found):

@@ -2,8 +2,8 @@
 """Collectives of Python objects, under the names of ``torch.distributed``.
 
 Objects travel as data (:func:`pack`), so no code can arrive. torch pickles objects, and unpickling
-runs code that the sender chose. ``CommOptions(objects="pickle")`` does the same, and must be set on
-every rank.
+runs code that the sender chose. With ``CommOptions(objects="pickle")``, which all ranks must set,
+these functions also pickle objects.
 """
 
 from __future__ import annotations

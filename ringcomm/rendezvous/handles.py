@@ -3,8 +3,8 @@
 
 All data pass through a torch store as JSON text, and every field is checked on arrival. There are
 two rounds: each rank posts its handle and reads all others; then each rank posts whether it could
-map all heaps. A rank that fails posts its error, so that its peers fail at once instead of waiting,
-with the message of the rank that failed first.
+map all heaps. A rank that fails posts its error. Its peers then fail at once, without waiting, with
+the message of the rank that failed first.
 """
 
 from __future__ import annotations

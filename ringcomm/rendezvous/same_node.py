@@ -393,8 +393,8 @@ def _listener(address: str, sockets: LaunchSockets, world_size: int) -> socket.s
         holder = _holder(address)
         held = f" {holder} holds it." if holder else ""
         raise RendezvousError(
-            f"{sockets.operation}: cannot listen at {sockets.shown}: {error}.{held} If that is "
-            f"another rank 0 of this launcher, start each job with its own launcher; else {_MASTER}"
+            f"{sockets.operation}: cannot listen at {sockets.shown}: {error}.{held} If another "
+            f"rank 0 of this launcher listens, start each job with its own launcher; else {_MASTER}"
         ) from error
     return listener
 

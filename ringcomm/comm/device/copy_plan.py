@@ -170,7 +170,7 @@ def _check(engine: CallEngine, name: str, everyone: Sequence[_Input]) -> None:
         if each.mark != _MARK:
             # That rank makes another gather, and has taken these messages for its peers' data.
             text = (
-                f"{name}: expected rank {rank} to make a plan of the copy engines, too, and it "
+                f"{name}: expected rank {rank} to make a plan of the copy engines, too, but it "
                 "gathered other data. All ranks must make the same plans and calls in the same "
                 "order"
             )

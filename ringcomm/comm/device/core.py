@@ -278,7 +278,7 @@ def _find(device: int, unit: str, name: str) -> tuple[int, int, bool]:
 
 
 def _segment_bytes(world_size: int, channels: int, slots: int) -> int:
-    """Returns a segment size for which a rank's slots take STAGING_BYTES or half of it (bytes)."""
+    """Returns the bytes of a segment with which a rank's slots take STAGING_BYTES or half of it."""
     message_channels = min(channels, _native.MESSAGE_CHANNELS)
     slot_sets = channels * (world_size + 1) + message_channels * world_size
     share_bytes = max(STAGING_BYTES // (slot_sets * slots), SMALLEST_SEGMENT_BYTES)

@@ -278,9 +278,9 @@ def abandon(
 
     Args:
         core: the communicator's core.
-        events: they pass when the kernels that it launched have ended.
-        kept: the objects that those kernels use.
-        captured: a graph holds calls of ``core``, and may be replayed until the process ends.
+        events: they pass when all kernels that the core launched have ended.
+        kept: the objects that the kernels use.
+        captured: True if a graph, which may be replayed until exit, holds calls of ``core``.
     """
     process = _process
     process.abandoned.append(_Abandoned(core, tuple(events), tuple(kept), captured))

@@ -378,8 +378,8 @@ class Call:
     ``run`` takes the core and returns the call's status; ``outputs`` are the tensors that hold the
     result afterwards, ``inputs`` are the other tensors. ``written`` are the outputs whose contents
     and versions change, by default all. ``more_bytes`` are the bytes of a call without listed
-    tensors, for profilers. Every call makes a Call, so it is not a frozen dataclass, which takes
-    three times as long to make.
+    tensors, for profilers. Every call makes a Call, so the class is not a frozen dataclass, whose
+    objects take three times as long to make.
     """
 
     __slots__ = ("inputs", "more_bytes", "name", "outputs", "run", "written")

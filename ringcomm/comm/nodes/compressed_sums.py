@@ -105,7 +105,7 @@ class ErrorFeedback:
         """Sets the function that returns the loss scale of the next gradients.
 
         It also sets ``scale``: errors stored before this call come from the first backward, which
-        ran before the step that prepares the optimizer. Its gradients had the same loss scale.
+        ran before the step that prepares the optimizer, with gradients of the current loss scale.
         """
         if self.scale_now is no_scale:
             self.scale = scale_now()
