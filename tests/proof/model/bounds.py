@@ -73,8 +73,7 @@ LARGE: dict[str, Model] = {
     "regions, three communicators": model("retired.pml", 3, "COMMUNICATORS=3 FAULTS=1"),
     "regions, four ranks": model("retired.pml", 4, "COMMUNICATORS=2"),
 }
-# The smallest bounds that show a mistake. With 4 epochs, the epochs of a sender that does not wait
-# would wrap around.
+# The smallest bounds that show a mistake. 4 epochs wrap around if a sender does not wait.
 PAIR = model("one_shot.pml", 2, "START=6 SEGMENTS=3 CALLS=2 KINDS=1", epochs=8)
 LENT = model("one_shot.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=3 LEND")
 IN_PLACE = model("one_shot.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=4 LEND")

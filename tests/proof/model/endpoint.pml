@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-// The endpoint of the one-shot collectives: items in slots and lent buffers, and the verbs on them.
-// Part of one_shot.pml, which says what a call is.
+// The endpoint of the one-shot collectives: items in slots, lent buffers, and the operations on
+// them. Part of one_shot.pml, which defines the calls.
 
-// Which item lies in a slot: never 0.
+// The item that a slot holds: never 0.
 #if COMMUNICATORS > 1
 #define FIRST_ITEM (communicator * CALLS * SEGMENTS)
 #else
@@ -17,7 +17,7 @@
 byte pair_slots[COMMUNICATORS * WORLD * WORLD * SLOTS];
 byte shared_slots[COMMUNICATORS * WORLD * SLOTS];
 
-// Which call's header lies beside a signal, as its first item.
+// The call whose header is next to a signal, numbered by the call's first item.
 #define header(stream, reader, sender, epoch) \
   headers[link(stream, reader, sender) * SLOTS + slot((epoch) % EPOCHS)]
 byte headers[LINKS * SLOTS];
@@ -29,17 +29,17 @@ inline write_header(stream, reader, segment) {
   fi
 }
 
-// What a rank's user buffer holds: 1 + the call that lends it, or 0, anything. One hop lends none.
+// A rank's user buffer: 1 + the call that lends it, or 0 for any data. One hop lends none.
 byte lenders;
 #define lends(rank) (kind != ONE_HOP && ((lenders >> (rank)) & 1))
 byte buffers[COMMUNICATORS * WORLD];
 #define buffer(rank) buffers[REGION * WORLD + (rank)]
 
-// A lent chunk is one item, but for the results of an all-reduce, which are shared piece by piece.
+// A lent chunk is one item, but the results of an all-reduce are shared piece by piece.
 #define one_item(stream, rank) (lends(rank) && (kind != ALL_REDUCE || stream == PAIR))
 #define items_on(stream, rank) (one_item(stream, rank) -> 1 : SEGMENTS)
 
-// All-reduce is in place: which segments of which chunks of a lent buffer are results by now.
+// All-reduce works in place: marks the segments of a lent buffer's chunks that are results by now.
 #if may_be(ALL_REDUCE) && defined(LEND)
 bool results[COMMUNICATORS * WORLD * WORLD * SEGMENTS];
 #define result(rank, chunk, segment) \
@@ -147,8 +147,8 @@ inline publish_shared(segment) {
   (reached(ready[link(stream, me, p)], (seen_of(stream, p) + 1) % EPOCHS) && \
    !reached(consumed[link(stream, p, me)], (seen_of(stream, p) + 1) % EPOCHS))
 
-// What lies unread before a call is the beginning of this call or of a later one: no mismatch is
-// reported where there is none. (It only looks, so it looks at all peers at once, at any time.)
+// An unread item before a call is the beginning of this call or of a later call, so no false
+// mismatch is reported. (This step only looks, so it may look at all peers at once, at any time.)
 // endpoint.h: verify_streams
 inline verify_streams() {
   each_peer(d_step {

@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
 // A lent buffer: a rank lends its buffer to a reader and gives up, while another thread of the rank
-// may be about to raise the rank's abort word, or has stopped before it did. Under weak order: a
-// store may reach memory before those that its thread made earlier, unless it is a release or a
-// fence stands between.
+// may be about to raise the rank's abort word, or has stopped before raising it. Memory order is
+// weak: a store may reach memory before earlier stores of its thread, unless it is a release or a
+// fence precedes it.
 //
-// -D: TOTAL_STORE_ORDER, that of x86: stores reach memory in their thread's order. MUTANT_*: a
+// -D: TOTAL_STORE_ORDER, the order of x86: stores reach memory in their thread's order. MUTANT_*: a
 // mistake.
 #define CALLER 0  // the thread whose call lends the buffer
-#define OTHER 1   // another of the same rank: a message of its own, or an abort of the user
+#define OTHER 1   // another thread of the rank: with its own message, or an abort by the user
 
 bool ready, consumed;
-bool changed;  // the buffer holds something else than what was lent
+bool changed;  // the buffer holds other data than the lent data
 bool claimed, aborted;
 
-// Stores that a thread has made and nobody else sees.
+// Stores that a thread has made and no other thread sees yet.
 bool aborted_on_its_way[2];
 bool changed_on_its_way;
 
@@ -36,8 +36,8 @@ inline claim_fault() {
   atomic { taken = claimed; claimed = true }
 }
 
-// When the record is taken, the thread that has it raises the word, though perhaps later. On a host
-// the thread may stop before it does: after a while the waiter raises the word itself.
+// If another thread has taken the record, that thread raises the word, though perhaps later. On a
+// host it may stop before that: after a while the waiter raises the word itself.
 // signal.h: await_raised
 inline await_raised() {
 #ifndef MUTANT_WORD_OF_THE_OTHER_NOT_AWAITED
@@ -97,7 +97,7 @@ proctype caller() {
   bool taken;
   ready = true;
   drained();
-  changed_on_its_way = true  // the buffer is its user's again
+  changed_on_its_way = true  // the buffer belongs to its user again
 }
 
 proctype other() {
@@ -130,7 +130,7 @@ proctype reader() {
 #else
   read_buffer();
   consumed = true;
-  verify_peer_buffers();  // its fence keeps it behind the reads
+  verify_peer_buffers();  // its fence keeps the look at the word behind the reads
 #endif
   assert(given_up || !torn)
 }

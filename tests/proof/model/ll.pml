@@ -1,22 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-// The LL collectives: two sets of buffers by turns, flags in place of epochs, and the clearing
-// of the sets before the flags come around.
+// The LL collectives: two sets of buffers used alternately, flags instead of epochs, and the
+// clearing of the sets before the flags wrap around.
 //
-// -D: those of signal.pml; CALLS, more than there are flags. Every call is short or long, on
-// all ranks alike: what a long one leaves behind the packets of the short ones lies there for long.
+// -D: those of signal.pml; CALLS, more than there are flags. Each call is short or long, on all
+// ranks alike. Packets that a long call leaves behind the packets of short calls stay there for
+// long.
 #include "signal.pml"
 
-#define PACKETS 2  // of each sender in a set: the second is for long calls
+#define PACKETS 2  // per sender and set: only long calls use the second packet
 #define CLEARED 0
 #define packet_of(owner, parity, sender, at) \
   ((((owner) * 2 + (parity)) * WORLD + (sender)) * PACKETS + (at))
 
-// An LL packet: its flag, and the call that its payload is of. One access moves both.
+// An LL packet: its flag, and the call to which its payload belongs. One access moves both.
 byte flags[WORLD * 2 * WORLD * PACKETS];
 byte calls[WORLD * 2 * WORLD * PACKETS];
 
-// How many packets the call of a flag has. The first rank to begin it decides.
+// The number of packets of a flag's call. The first rank to begin the call decides.
 byte lengths[2];
 byte begun[2];
 
@@ -94,7 +95,7 @@ inline look_around(sender) {
 #endif
 }
 
-// Until all packets are there they are loaded again and again.
+// Loads the packets again and again until all have arrived.
 // ll.h: await_packets
 inline await_packets(sender) {
   for (at : 0 .. length - 1) {

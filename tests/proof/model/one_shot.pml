@@ -3,7 +3,8 @@
 // The one-shot collectives: pair and shared streams, several segments and calls, zero copy, faults.
 //
 // -D, beside those of signal.pml: SEGMENTS of each chunk; CALLS; KINDS, a bit for each collective
-// that a call may be: all sequences are explored; LEND, any ranks' buffers may lie in their heaps.
+// that a call may be, whose sequences are all explored; LEND: buffers of any ranks may be in their
+// heaps.
 #include "signal.pml"
 
 #define REDUCE_SCATTER 0
@@ -208,7 +209,7 @@ inline exchange_one_shot() {
   finish_exchange()
 }
 
-// The buffer is its user's again.
+// The buffer belongs to its user again.
 inline give_back() {
   d_step {
     buffer(me) = 0;

@@ -1,32 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-// Regions after their communicator: detaching, and reuse for the next communicator of the rank.
+// Regions after their communicator: detaching, and reuse by the rank's next communicator.
 //
-// The ranks make communicators one after the other. In each, every rank publishes an item to every
-// peer, takes theirs, acknowledges them, and closes without waiting for acknowledgements: a peer
-// may store into a region long after its owner has closed it. A rank may fail before it connects
-// to its peers or die at any time.
+// The ranks build communicators one after the other. In each, every rank publishes an item to every
+// peer, takes their items, acknowledges them, and closes without waiting for acknowledgements: a
+// peer may store into a region long after its owner has closed it. A rank may fail before it
+// connects to its peers, or die at any time.
 //
 // -D: WORLD; COMMUNICATORS; FAULTS=n; MUTANT_*: a mistake.
 #include "schedule.pml"
 
-#define REGIONS 2  // where a heap has room for a region
+#define REGIONS 2  // places for regions in a heap
 #define NOBODY 255
 #define at(owner, index) ((owner) * REGIONS + (index))
 
-// Whose region a part of a heap is, 0: free; else 1 + the number of the communicator.
+// The owner of a place in a heap: 0 if free, else 1 + the number of the communicator.
 byte region[WORLD * REGIONS];
-bool connected_region[WORLD * REGIONS];  // peers know it: it waits until they detach
+bool connected_region[WORLD * REGIONS];  // peers know the region, so it must wait until they detach
 bool retired[WORLD * REGIONS];
-bool detached[WORLD * REGIONS * WORLD];  // by the peer that said it
+bool detached[WORLD * REGIONS * WORLD];  // set by the peer that detaches
 bool ready[WORLD * REGIONS * WORLD];
 bool consumed[WORLD * REGIONS * WORLD];
 bool ended[WORLD];
 
-// The rendezvous of each communicator: where each rank's region lies, and who has connected.
+// The rendezvous of each communicator: the place of each rank's region, and the connected ranks.
 byte offered[COMMUNICATORS * WORLD] = NOBODY;
 byte connected[COMMUNICATORS];
-bool lost[COMMUNICATORS];  // a rank failed or ended: the others give up
+bool lost[COMMUNICATORS];  // a rank failed or ended, so the others give up
 
 #ifdef FAULTS
 byte faults;
@@ -35,7 +35,7 @@ byte faults;
 #define may_fail false
 #endif
 
-// Each store into a region must find it still that of the writer's communicator.
+// Each store must find that the region still belongs to the writer's communicator.
 #define store(word, owner, index) \
   assert(region[at(owner, index)] == 1 + communicator); \
   word[at(owner, index) * WORLD + me] = true
@@ -78,8 +78,7 @@ inline reclaim() {
   is_free = false
 }
 
-// The constructor in comm.cpp: takes a region and clears its words. A heap without room ends the
-// rank.
+// The constructor in comm.cpp: takes a region and clears its words, or ends the rank without room.
 inline allocate() {
   mine = 0;
   do
@@ -116,7 +115,7 @@ inline may_die() {
   fi
 }
 
-// Waits for something of `peer`, unless the communicator is lost.
+// Waits for an event of `peer`, unless the communicator is lost.
 inline await(condition) {
   if
   :: condition
@@ -129,7 +128,7 @@ proctype rank(byte me) {
   bool is_free;
   for (communicator : 0 .. COMMUNICATORS - 1) {
     atomic { reclaim(); allocate(); offered[communicator * WORLD + me] = mine; may_die() };
-    // Waits until all have offered, then connects.
+    // Waits until all ranks have offered their regions, then connects.
     atomic {
       i = 0;
       do
@@ -150,7 +149,7 @@ proctype rank(byte me) {
       connected_region[at(me, mine)] = true;
       connected[communicator]++
     };
-    // activate() in comm.cpp: only when all have connected.
+    // activate() in comm.cpp: only after all ranks have connected.
     atomic {
       if
 #ifndef MUTANT_WRITTEN_BEFORE_ALL_CONNECTED
@@ -178,7 +177,7 @@ close:
 close_unactivated:
     atomic { retired[at(me, mine)] = true; reclaim(); may_die() };
     goto next;
-close_unconnected:  // nobody knows the region, and nobody is told
+close_unconnected:  // peers do not know the region, so the rank tells nobody
     atomic { retired[at(me, mine)] = true; reclaim(); may_die() };
 next:
     skip

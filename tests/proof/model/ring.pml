@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-// The ring collectives: reduce-scatter, all-gather and, one after the other, all-reduce.
+// The ring collectives: reduce-scatter, all-gather, and all-reduce as one after the other.
 //
-// -D, beside those of signal.pml: SEGMENTS of each chunk; CALLS, each of them a reduce-scatter or
-// an all-gather: all sequences are explored.
+// -D, beside those of signal.pml: SEGMENTS of each chunk; CALLS, each a reduce-scatter or an
+// all-gather, whose sequences are all explored.
 #include "signal.pml"
 
 #define HOPS (WORLD - 1)
 #define REDUCE_SCATTER 0
 #define ALL_GATHER 1
 
-// A slot holds whose chunk it is, of which segment and call (never 0), and whose versions of it
-// are in the sum: a bit for each rank.
+// A slot holds the chunk, segment and call of its item (never 0), and the ranks whose versions are
+// in the sum: a bit for each rank.
 #define ITEM(call, segment, owner) (1 + ((call) * SEGMENTS + (segment)) * WORLD + (owner))
 byte items[WORLD * SLOTS];
 byte sums[WORLD * SLOTS];
@@ -49,7 +49,7 @@ inline commit_ring() {
   commit_sent(PAIR, ring_next(me), SEGMENTS * HOPS)
 }
 
-// The chunk that arrived at hop t is the one that hop t is about, summed over the ranks behind.
+// The chunk that arrived at hop t is hop t's chunk, summed over the preceding ranks of the ring.
 inline read_partial(item) {
   assert(items[at_prev(item - 1)] == ITEM(call, j, owner));
   partial = sums[at_prev(item - 1)]
@@ -84,7 +84,7 @@ inline reduce_scatter_ring() {
          }
       :: else
       fi;
-      atomic {  // reduce_hop, publish_item: the partial sum is read to the end
+      atomic {  // reduce_hop, publish_item: has read the whole partial sum
         proceed();
         if
         :: t > 0 -> read_partial(item)

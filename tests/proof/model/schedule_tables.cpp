@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Prints the constants and tables of the code for the models, as macros of Promela: each function
-// becomes one integer, of which a macro of the same name and arguments picks some bits.
+// Prints constants and tables of the code as Promela macros for the models. Each function becomes
+// one integer; a macro with the function's name and arguments picks bits of it.
 //
-// WORLD and EPOCHS, the models' number of epochs (a power of two), are macros. Every table is
-// computed by the function itself; that a smaller number of epochs does as well is checked here.
+// The macros WORLD and EPOCHS (the number of the models' epochs, a power of two) are set by the
+// build. The code's own functions compute every table. This program also checks that a smaller
+// number of epochs is equivalent.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -25,7 +26,7 @@ void must(bool holds, const char* what) {
   std::exit(1);
 }
 
-// `bits` for each entry, which a model's expression finds at `index`.
+// Prints a table of `bits` per entry as a macro; the models' expression `index` selects an entry.
 template <class Value>
 void table(const char* head, const char* index, int entries, int bits, Value value) {
   uint64_t packed = 0;
@@ -52,7 +53,7 @@ uint32_t slot_of(uint32_t epoch) {
   return uint32_t(at(epoch) / v.layout.segment_bytes);
 }
 
-// The model's epochs are the code's in units of 2^32 / EPOCHS.
+// A model's epoch is the code's epoch in units of 2^32 / EPOCHS.
 bool reached_in_model(uint32_t seen, uint32_t want) {
   constexpr uint32_t unit = uint32_t((uint64_t(1) << 32) / EPOCHS);
   return reached(seen * unit, want * unit);

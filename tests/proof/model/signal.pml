@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-// The words of the signal protocol and the steps on them: what one_shot.pml and ring.pml share.
+// The words of the signal protocol and the steps on them, shared by one_shot.pml and ring.pml.
 //
-// A comment `file: function` before a step names the code that it models, which names the step in
-// turn. Words are read and written one after the other, as release and acquire order them. An item
-// is written and published in one step: nobody may read it before. It is read in two steps, when
-// it arrives and when it is released: an item that changes between the two is noticed.
+// A comment `file: function` before a step names the modelled code, and the code names the step.
+// Words are read and written one after the other, as release and acquire order them. An item is
+// written and published in one step, since nobody may read it earlier. It is read in two steps,
+// when it arrives and when it is released, so a change between the two is noticed.
 //
 // -D: WORLD and START, the epoch before the first item; COMMUNICATORS, which run at once, each in a
 // thread of its own on every rank; FAULTS=n: up to n times a rank dies, stops for good or closes
@@ -37,7 +37,7 @@ byte seen[LINKS] = START;
 bool aborted[WORLD];
 bool detached[COMMUNICATORS * WORLD];
 bool dead[WORLD];
-bool one_stopped;  // a rank, for good
+bool one_stopped;  // a rank has stopped for good
 #ifdef FAULTS
 byte faults;
 #define may_fail (faults < FAULTS)
@@ -84,13 +84,13 @@ inline die() {
   goto died
 }
 
-// The process lives, and never does anything again.
+// The process lives, but never takes another step.
 inline stop() {
   one_stopped = true;
   goto died
 }
 
-// What may happen at any step.
+// Events that may happen at any step.
 inline proceed() {
   if
   :: true
@@ -101,7 +101,7 @@ inline proceed() {
   fi
 }
 
-// What may happen between two calls: the rank's user closes, whatever the others go on to call.
+// An event between two calls: the rank's user closes, whatever calls others make next.
 inline may_close() {
   if
   :: true
@@ -111,7 +111,7 @@ inline may_close() {
   fi
 }
 
-// The word is looked at once more after the detach word: what was published before it counts.
+// Looks at the word again after the detach word: items published before the detach count.
 #ifdef MUTANT_DETACHED_COUNTS_MORE
 #define in_vain(word, want) true
 #else
@@ -130,8 +130,8 @@ inline reason_to_give_up(vain, peer) {
   :: vain && dead[peer]
 #endif
 #ifndef MUTANT_NO_DEADLINE
-  :: vain && one_stopped           // the deadline, without which nothing may end this wait
-  :: vain && may_fail -> faults++  // the deadline, though the peers are only slow
+  :: vain && one_stopped           // the deadline: else this wait might never end
+  :: vain && may_fail -> faults++  // the deadline, although the peers are only slow
 #endif
 #endif
   fi
@@ -170,8 +170,8 @@ inline acknowledge(stream, sender, epoch) {
 #define NEXT 1
 #endif
 
-// What a call found when it began is what the word said then. It only grows, so that what it had
-// reached then it has reached now: to look at the word is all that there is to model.
+// A call compares with the word's value at its begin. The word only grows, so all that it had
+// reached then it has reached now: the model only looks at the current word.
 // endpoint.h: await_reader
 inline await_reader(stream, reader, epoch) {
   await_alone(consumed[link(stream, me, reader)], epoch, reader)
@@ -195,7 +195,7 @@ inline drained(stream, reader, items_sent) {
 #endif
 }
 
-// Nobody else reads the words that the two below change, so they take no step of their own.
+// Nobody else reads the words that the next two steps change, so they are not separate steps.
 // endpoint.h: commit_sent
 inline commit_sent(stream, reader, items_sent) {
   sent_to(stream, reader) = (sent_to(stream, reader) + (items_sent)) % EPOCHS

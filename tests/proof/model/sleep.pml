@@ -2,24 +2,24 @@
 
 // The sleep of a waiter, under total store order: a store waits in its processor's buffer until it
 // reaches memory, and loads overtake it. No sleep ends by itself here, so a lost wake-up is a
-// deadlock. One sender and one reader, each of which sleeps on a word of the other.
+// deadlock. There are one sender and one reader; each sleeps on a word that the other writes.
 //
-// -D: ITEMS that are sent; START, the epoch before the first; FENCES_FOR_ALL: who goes to sleep has
-// the kernel fence in all processors; MUTANT_*: a mistake.
+// -D: ITEMS to send; START, the epoch before the first item; FENCES_FOR_ALL: a thread that goes to
+// sleep has the kernel fence on all processors; MUTANT_*: a mistake.
 #include "schedule.pml"
 
 #define SENDER 0
 #define READER 1
 
-// Words by number, as memory and as the buffers see them. Word `w` of who writes it, and flag
-// `FLAG + w` of who sleeps on it.
+// Words by number, in memory and in the buffers: word `w` of its writer, and flag `FLAG + w` of the
+// thread that sleeps on word `w`.
 #define READY 0     // written by the sender
 #define CONSUMED 1  // written by the reader
 #define FLAG 2
 byte memory[4];
 #define NOTHING 255
 
-// A buffer of two stores, the older first: a word and its value.
+// A buffer of two stores, the older first; a store is a word and its value.
 typedef Buffer {
   byte word[2] = NOTHING;
   byte value[2]
@@ -40,7 +40,7 @@ inline store(at, to) {
   }
 }
 
-// A processor sees its own stores; these words have one writer each.
+// A processor sees its own stores. Each of these words has only one writer.
 inline load(at, to) {
   to = memory[at]
 }
@@ -50,7 +50,7 @@ inline fence_seq_cst_sys() {
   empty(me)
 }
 
-// membarrier: the kernel interrupts the other processor, which empties its buffer before it goes on.
+// membarrier: the kernel interrupts the other processor, which then empties its buffer.
 inline interrupt(processor) {
   d_step {
     if
@@ -86,7 +86,7 @@ inline fence_as_sleeper() {
 #endif
 }
 
-// The buffer of a processor, which the machine empties when it likes.
+// A processor's buffer, which the machine may empty at any time.
 proctype memory_of(byte processor) {
 end:
   do
@@ -101,7 +101,7 @@ end:
   od
 }
 
-// futex(FUTEX_WAIT): sleeps unless the word has left the value; it reads memory, as one step.
+// futex(FUTEX_WAIT): sleeps if the word in memory still has the value, in one step.
 inline futex_wait(word, value) {
   atomic {
     if
@@ -116,7 +116,7 @@ inline futex_wait(word, value) {
   !asleep[me]
 }
 
-// futex(FUTEX_WAKE): the kernel fences before it looks who sleeps (kernel/futex/waitwake.c in Linux).
+// futex(FUTEX_WAKE): the kernel fences, then looks for sleepers (Linux: kernel/futex/waitwake.c).
 inline futex_wake() {
   empty(me) -> asleep[1 - me] = false
 }
@@ -147,7 +147,7 @@ inline acknowledge(epoch) {
   wake(CONSUMED)
 }
 
-// The part of it that sleeps.
+// The part of pause() that sleeps.
 // waiter.cpp: pause
 inline pause(word, value) {
 #ifndef MUTANT_NO_FLAG_RAISED

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs SPIN on the models of this folder: generates their tables, compiles, explores.
+"""Runs SPIN on the models of this folder: generates their tables, compiles and explores them.
 
 SPIN: Holzmann, The SPIN Model Checker, 2003; https://spinroot.com.
 """
@@ -27,11 +27,11 @@ LACKING = [
     if not path
 ]
 
-# How many flags the LL model has, and how many epochs the others: each a power of two.
+# Numbers of flags of the LL model and of epochs of the others; each is a power of two.
 FLAGS = 8
 EPOCHS = 4
 
-# What pan says of its first error, by the kind that a test expects.
+# pan's messages about its first error, by the kind of error that a test expects.
 ERRORS = {
     "assertion": "assertion violated",
     "deadlock": "invalid end state",
@@ -45,7 +45,7 @@ DEPTH = 1_000_000
 class Model:
     """A model with its bounds.
 
-    ``world`` picks the tables, ``epochs`` how many epochs there are before they come around, and
+    ``world`` picks the tables, ``epochs`` is the number of epochs until they wrap around, and
     ``defines`` are further macros (``"SEGMENTS=2"``).
     """
 
@@ -83,7 +83,7 @@ def run(command: Sequence[str | Path], folder: Path, *, limit_s: float = 600) ->
 
 
 def ll_flags(include: Path) -> str:
-    """The flag arithmetic of ll.h, its text, over a type of FLAGS values in place of 2^32."""
+    """Returns the text of ll.h's flag arithmetic, with FLAGS values in place of 2^32."""
     header = (include / "ringcomm/protocol/ll.h").read_text()
     functions = re.findall(
         r"^RC_FN constexpr \w+ (?:next_flag|clears_other_set)\(.*?\}$", header, re.M | re.S
@@ -107,7 +107,7 @@ constexpr unsigned operator%(Flag a, unsigned b) {{ return a.value % b; }}
 
 
 def tables(folder: Path, include: Path, world: int, epochs: int) -> str:
-    """The text of schedule.pml for a world, from the functions of the headers below ``include``."""
+    """Returns schedule.pml for a world, from the functions of the headers below ``include``."""
     (folder / "ll_flags.h").write_text(ll_flags(include))
     program = folder / f"schedule_tables_{world}_{epochs}"
     options = ["-std=c++20", "-O0", f"-DWORLD={world}", f"-DEPOCHS={epochs}", f"-DFLAGS={FLAGS}"]
@@ -140,7 +140,7 @@ class Checker:
         """Explores all states of the model, up to the first error.
 
         Args:
-            model: what to explore.
+            model: the model and its bounds.
             mutant: a further macro, that makes a mistake.
             cycles: look for cycles without progress, in place of assertions and deadlocks.
             large: the exploration takes longer than an optimized compilation, or its states do not
@@ -159,11 +159,11 @@ class Checker:
         (folder / "schedule.pml").write_text(self._tables[key])
         run(["spin", f"-P{COMPILER} -E -x c", *macros, "-a", model.source], folder)
         kind = ["-DNP"] if cycles else ["-DSAFETY"]
-        # Most of the time goes into compiling pan.c: -O0 and uncompressed states cost less in all.
+        # Compiling pan.c takes most of the time, so -O0 and uncompressed states are the fastest.
         options = ["-DCOLLAPSE", "-O1"] if large else ["-O0"]
         options += [f"-DMEMLIM={MEMORY_MB}", "-w"]
         run([str(COMPILER), *options, *kind, "-o", "pan", "pan.c"], folder)
-        flags = ["-l", "-E"] if cycles else []  # -E: a deadlock is not asked for
+        flags = ["-l", "-E"] if cycles else []  # -E: ignore deadlocks
         output = run(
             [folder / "pan", *flags, f"-m{depth}", "-w22" if large else "-w18"],
             folder,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of the signal protocol under SPIN, and mutants that it must reject.
+"""The models of the signal protocol under SPIN, and mutants that SPIN must reject.
 
 RINGCOMM_MODEL_CHECK=all (``make model-check``) explores larger bounds, and tries every mutant.
 """
@@ -71,7 +71,7 @@ def test_the_protocol_holds(checker, name):
 
 @needs_spin
 def test_every_wait_for_a_word_ends(checker):
-    """No cycle without progress: nobody looks at a word for ever."""
+    """No cycle without progress exists: no process looks at a word forever."""
     found = checker.check(RIGHT["sleep"], cycles=True)
     assert (found.error, found.complete) == ("", True), found.output
 
@@ -94,7 +94,7 @@ def test_every_mistake_of_the_models_is_tried():
 
 @needs_spin
 def test_what_the_order_of_stores_of_x86_forgives(checker):
-    """The fence behind the abort word, but no other rule of lent buffers."""
+    """x86 needs no fence behind the abort word, but every other rule of lent buffers."""
     ordered = model("lend.pml", 2, "TOTAL_STORE_ORDER")
     assert checker.check(ordered, "MUTANT_NO_FENCE_AFTER_THE_WORD").error == ""
     other = checker.check(ordered, "MUTANT_WORD_OF_THE_OTHER_NOT_AWAITED")
@@ -156,7 +156,7 @@ MODEL = re.compile(
 
 
 def steps_of_models(folder: Path) -> set[tuple[str, str, str]]:
-    """Each (file, function, model) that a model names, if the model has a step of that name."""
+    """Returns each (file, function, model) that a model names and for which it has such a step."""
     found = set()
     for path in folder.glob("*.pml"):
         text = path.read_text()
@@ -169,7 +169,7 @@ def steps_of_models(folder: Path) -> set[tuple[str, str, str]]:
 
 
 def steps_of_code(root: Path) -> set[tuple[str, str, str]]:
-    """Each (file, function, model) that the code names, if the function stands below the name."""
+    """Returns each (file, function, model) that the code names above a function of that name."""
     found = set()
     for path in [*(root / "include").rglob("*.h"), *(root / "host").glob("*.*")]:
         for name, models, below in MODEL.findall(path.read_text()):

@@ -14,8 +14,8 @@
 #define own_group (((1 << RANKS) - 1) << (me / RANKS * RANKS))
 #define everybody ((1 << WORLD) - 1)
 
-// A slot holds the number of a step, or of a piece of partial sums (never 0), and whose versions
-// are in it: a bit for each rank.
+// A slot holds the number of a step or of a piece of partial sums (never 0), and the ranks whose
+// versions are in it: a bit for each rank.
 #define VERSION(call, step) (1 + (call) * STEPS + (step))
 #define PARTIAL(call, piece) (101 + (call) * SEGMENTS + (piece))
 #define cell(sender, reader, epoch) (((sender) * WORLD + (reader)) * SLOTS + slot((epoch) % EPOCHS))
@@ -73,7 +73,7 @@ inline reduce_in_group(step) {
   :: owner != me -> atomic { slot_is_free(PAIR, owner, 0) }
   :: else
   fi;
-  atomic {  // the versions are read to the end
+  atomic {  // has read all of the versions
     proceed();
     each_peer(
       if

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA and Triton kernels' PTX, executed instruction by instruction on an emulated device."""
+"""The PTX of CUDA and Triton kernels, executed by an interpreter on an emulated device."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PTX of kernels that wait for no peer, executed by the native end of a single rank."""
+"""Runs the PTX of kernels that wait for no peer, on the native end of a single rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.support.device_worlds import Devices
 from tests.support.emulator.library import figures_of
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 
-# Yields what such an end has made otherwise than the host.
+# Yields the results in which such an end differs from the host.
 Differences = Callable[[_native.DeviceComm], Iterator[str]]
 
 
 @contextmanager
 def lone_device() -> Iterator[Devices]:
-    """One emulated device, the current one."""
+    """Makes an emulated device, and makes it the current device."""
     made = Devices("emulated", devices=1)
     with made.runtime.on_device(0):
         yield made
@@ -29,7 +29,7 @@ def lone_device() -> Iterator[Devices]:
 
 
 def end_of(devices: Devices, kernels: PtxKernels) -> _native.DeviceComm:
-    """The native end of one rank, which has met nobody, with the PTX of its kernels."""
+    """Returns the native end of a rank without peers, with the PTX of its kernels."""
     runtime = devices.runtime
 
     def find(unit: str, name: str) -> tuple[int, int, bool]:
@@ -44,7 +44,7 @@ def end_of(devices: Devices, kernels: PtxKernels) -> _native.DeviceComm:
 
 
 def check(devices: Devices, differences: Differences) -> None:
-    """Asserts that there are no differences, and that no kernel did anything wrong."""
+    """Asserts that there are no differences from the host, and that no kernel made a mistake."""
     assert list(differences(end_of(devices, PtxKernels(PtxSchedule(7), subunit=subunit_of)))) == []
     assert ptx.failure() is None
     ptx.forget_allowed()
@@ -53,12 +53,12 @@ def check(devices: Devices, differences: Differences) -> None:
 def check_seen(
     devices: Devices, subunit: str, mutant: tuple[str, str], differences: Differences
 ) -> None:
-    """Asserts that a mutant of a subunit makes differences, or does something wrong.
+    """Asserts that a mutant of a subunit causes differences or a reported mistake.
 
     Args:
-        devices: where it runs.
+        devices: the devices on which it runs.
         subunit: as of ``ptx_of``.
-        mutant: a pattern of the text, and what it becomes.
+        mutant: a pattern of the text, and the replacement.
         differences: finds them.
     """
     whole = ptx_of(subunit)
@@ -67,9 +67,9 @@ def check_seen(
     kernels = PtxKernels(subunit=subunit_of, text_of=lambda subunit: changed)
     try:
         found: object = next(differences(end_of(devices, kernels)), None)
-    except RefusedError:  # such a text shows nothing
+    except RefusedError:  # a text that the interpreter refuses proves nothing
         raise
-    except RuntimeError as error:  # what a kernel did wrong, as the next call hears of it
+    except RuntimeError as error:  # the next call raises the kernel's mistake
         found = error
     finally:
         found = found or ptx.failure()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls by multicast on an emulated switch, whose results are known to the bit.
+"""Multicast calls on an emulated switch, whose results are known to the bit.
 
-Run as a program it makes those of a world of two with the PTX of a file in place of the unit
-``multicast_float32``, and prints how they failed, or nothing:
+As a program, this module makes the calls in a world of two, with the PTX of a file in place of the
+unit ``multicast_float32``, and prints the failure, if any:
 
     python -m tests.proof.ptx.multicast_job FILE
 """
@@ -27,11 +27,11 @@ from tests.support.device_worlds import MEMORIES, OPTIONS, Devices, on_host, put
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 
 UNIT = "multicast_float32"
-# Each of the two channels has pieces of 256 bytes for two ranks, of 128 for four.
+# Each of the two channels has pieces of 256 bytes for two ranks, of 128 bytes for four.
 WINDOW_BYTES = 2048
-# Fewer bytes than a vector has; all of one piece; an odd number of several.
+# Fewer bytes than a vector, in a single piece; and an odd number of pieces.
 COUNTS = (3, 555)
-# In place: a partial vector alone, one behind whole vectors, and whole vectors alone.
+# In place: a partial vector alone, whole vectors with a partial vector, and whole vectors alone.
 IN_PLACE_COUNTS = (3, 555, 560)
 MULTICAST = "multicast"
 
@@ -39,9 +39,9 @@ MULTICAST = "multicast"
 def multicast_kernels(
     schedule: PtxSchedule | None = None, strict: bool = True, text: str | None = None
 ) -> PtxKernels:
-    """Kernels for a world with windows, compiled now: ranks would be late at their rendezvous.
+    """Returns kernels for a world with windows. Compiling later would delay ranks' rendezvous.
 
-    ``text`` is that of ``UNIT``, if another one than the compiler's is wanted.
+    ``text`` replaces the compiler's PTX of ``UNIT``.
     """
     texts = {subunit: ptx_of(subunit) for subunit in ("move", "reduce_float32/sum", UNIT)}
     if text is not None:
@@ -54,14 +54,14 @@ def multicast_kernels(
 
 
 class Calls:
-    """An exchange of the offsets of calls between ranks, which are threads of this process."""
+    """Lets ranks, which are threads of this process, exchange the heap offsets of their tensors."""
 
     def __init__(self, world: int) -> None:
         self._offsets = [-1] * world
         self._barrier = Barrier(world, timeout=60.0)
 
     def offsets(self, comm: Communicator, tensor: torch.Tensor) -> list[int]:
-        """The offsets of all ranks' tensors in their heaps."""
+        """Returns the heap offsets of all ranks' tensors."""
         self._offsets[comm.rank] = heap_offset(comm, tensor)
         self._barrier.wait()
         found = list(self._offsets)
@@ -73,7 +73,7 @@ class Calls:
 
 
 def values_of(comm: Communicator, turn: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """New values of all ranks: their sums are exact in 16 bits, and multiples of the world."""
+    """Returns new values of all ranks; sums are exact in 16 bits and multiples of the world."""
     made = torch.Generator().manual_seed(1000 * turn + count)
     world = comm.world_size
     each = [torch.randint(-9, 10, (count,), generator=made) * world for _ in range(world)]
@@ -90,7 +90,7 @@ def all_reduce(comm: Communicator, turn: int, count: int, dtype: torch.dtype, me
 
 
 def halves(comm: Communicator, turn: int, count: int, dtype: torch.dtype, memory: str) -> None:
-    """Reduce-scatter and all-gather, the one after the other, in place and not."""
+    """Makes a reduce-scatter and an all-gather, one after the other, in place and out of place."""
     world, rank = comm.world_size, comm.rank
     values = values_of(comm, turn, count * world, dtype)
     want = torch.stack(values).sum(0)
@@ -105,7 +105,7 @@ def halves(comm: Communicator, turn: int, count: int, dtype: torch.dtype, memory
 
 
 def in_a_row(comm: Communicator, calls: int, count: int) -> None:
-    """Reduce-scatters that are all launched before the first result is looked at."""
+    """Launches several reduce-scatters before it reads the first result."""
     world, rank = comm.world_size, comm.rank
     every = [values_of(comm, turn, count * world, torch.float32) for turn in range(calls)]
     sources = [put(comm, values[rank], "plain") for values in every]
@@ -117,7 +117,7 @@ def in_a_row(comm: Communicator, calls: int, count: int) -> None:
 
 
 def heap_offset(comm: Communicator, tensor: torch.Tensor) -> int:
-    """The offset of a tensor in the heap of its rank."""
+    """Returns the offset of a tensor in its rank's heap."""
     return tensor.data_ptr() - cast(DeviceCallEngine, comm.engine).device_core.heap.base_ptr
 
 
@@ -134,14 +134,14 @@ def in_place(comm: Communicator, calls: Calls, count: int, dtype: torch.dtype) -
     source = guarded[: count * world]
     calls.same_place(comm, source)
     comm.all_reduce(source, op=ReduceOp.AVG, algorithm=MULTICAST)
-    # Without a look between: the first kernel of the next call copies the results.
+    # The host does not wait in between: the first kernel of the next call copies the results.
     everywhere = room(comm, count * world * world, dtype, "plain")
     comm.all_gather_into_tensor(everywhere, source, algorithm="one_shot")
     assert torch.equal(on_host(everywhere), (want / world).repeat(world)), ("gathered", count)
     assert torch.equal(on_host(source), want / world), ("all_reduce", count)
     assert torch.equal(on_host(guarded[count * world :]), behind), "behind"
     if count * dtype.itemsize % 16 != 0:
-        return  # the other two go through the windows
+        return  # the other two collectives would use the windows
     source.copy_(values[rank])
     output = room(comm, count, dtype, "unaligned", 0)
     comm.reduce_scatter_tensor(output, source, algorithm=MULTICAST)
@@ -181,7 +181,7 @@ def main() -> None:
         devices.run(devices.new_world(2, (0, 1), options), some_calls)
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", flush=True)
-    os._exit(0)  # after a failure of a kernel the devices cannot be given back
+    os._exit(0)  # after a kernel has failed, the devices cannot be closed
 
 
 if __name__ == "__main__":

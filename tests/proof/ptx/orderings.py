@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accesses of a PTX text that order memory, by the functions that they come from.
+"""Lists the instructions of a PTX text that order memory, by the functions of the source.
 
 NVRTC says with ``-lineinfo`` which line of which function each instruction comes from, and where
-that function was inlined, so that one line of the source is known by all its copies.
+that function was inlined, so all copies of one source line have the same name.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _LOC = re.compile(
     r"\.loc\s+(\d+ \d+ \d+)(?:, function_name (\S+), inlined_at (\d+ \d+ \d+))?", re.ASCII
 )
 _KERNEL = re.compile(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)\(")
-# Whatever is of interest has one of these; most lines of a text have none.
+# All relevant lines match this; most lines of a text do not.
 _TELLS = re.compile(r"\.(?:loc|entry|func|acquire|release|acq_rel)\b|\b(?:fence|bar)\.")
 _INFO = re.compile(r"^(\$L__info_string\d+):\s*$")
 _BYTES = re.compile(r"^\.b8 (.*)$")
 _REDUCED = re.compile(r"bar\.red\.or\.pred\s+(%p\d+), 0, (%p\d+);")
-# Of these the caller is what an access is known by; the last one is a lambda.
+# An access in one of these functions is named by the function's caller; the last is a lambda.
 _SPELLINGS = (
     *("load_acquire_sys", "store_release_sys", "exchange_acq_rel_sys", "fence_seq_cst_sys"),
     *("fence_acq_rel_sys", "sync", "share", "__syncthreads_or", "wait_by_lanes", "operator"),
@@ -46,7 +46,7 @@ class Ordering:
         kind: acquire, release, exchange, fence or barrier.
         function: the innermost one that does more than spell the instruction.
         location: where in that function's file it stands.
-        caller: the functions that this one was inlined into, the innermost first.
+        caller: the functions into which this one was inlined, the innermost first.
     """
 
     line: int
@@ -57,9 +57,9 @@ class Ordering:
 
 
 def orderings(text: str) -> dict[str, list[Ordering]]:
-    """All of a text with line information, by what they are in the source.
+    """Returns all of them in a text with line information, by name.
 
-    A name such as ``barrier of send`` has a number where the function has several.
+    A name such as ``barrier of send`` has a number if the function has several.
     """
     found: dict[tuple[str, str], list[Ordering]] = {}
     for each in _orderings(text):
@@ -75,7 +75,7 @@ def orderings(text: str) -> dict[str, list[Ordering]]:
 
 def _orderings(text: str) -> Iterator[Ordering]:
     names = dict(_names(text))
-    # The functions around each line, and where in them it is, as they were when it was last named.
+    # By label, the functions around a line and the positions inside them, as last named.
     around: dict[str, tuple[tuple[str, str], ...]] = {}
     location = kernel = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -97,7 +97,7 @@ def _orderings(text: str) -> Iterator[Ordering]:
 
 
 def _names(text: str) -> Iterator[tuple[str, str]]:
-    """The functions' names by the labels of their strings, which are bytes behind them."""
+    """Yields each label and function name; a name's string follows its label as bytes."""
     label, characters = "", ""
     for line in text.splitlines():
         if match := _INFO.match(line):
@@ -132,7 +132,7 @@ _BRACKETED = re.compile(r"<[^<>()]*>|\([^()]*\)")
 
 
 def _last_name(mangled: str) -> str:
-    """The function's own name, of a mangled one: ``_ZN8ringcomm4failE...`` is ``fail``."""
+    """Returns the function's own name for a mangled one: ``fail`` for ``_ZN8ringcomm4failE...``."""
     name = _demangle(mangled).replace("operator()", "operator")
     while (shorter := _BRACKETED.sub("", name)) != name:
         name = shorter
@@ -140,7 +140,7 @@ def _last_name(mangled: str) -> str:
 
 
 def without(text: str, lines: Iterable[int]) -> str:
-    """The text, in which the lines do the same without ordering anything."""
+    """Returns the text with the given lines replaced by instructions that do not order memory."""
     all_lines = text.splitlines()
     for line in lines:
         before = all_lines[line - 1]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small jobs of a few ranks on emulated devices, whose results are known to the bit.
 
-Together they take the kernels through every way that data goes: one-shot and ring, out of the heap
-with no copy and through slots, LL, messages, the optimizer's steps. What a rank has lent for a
-call is written over on the stream right behind it. Run as a program it does one job with the PTX of
-its kernels, in which the named lines of a subunit order nothing, and with a slip, if one is named:
+Together the jobs use every path of data: one-shot and ring, in place from the heap and through
+slots, LL, messages, the optimizer's steps. Right behind each call, work on the stream overwrites
+the tensors that the rank lent. As a program, this module runs one job with the PTX of its kernels.
+The named lines of a subunit then order nothing, and a named slip is applied:
 
     python -m tests.proof.ptx.small_jobs JOB '{SUBUNIT: [LINE, ...], ...}' [SLIP]
 """
@@ -58,20 +58,21 @@ from tests.support.device_worlds import (
 from tests.support.emulator.library import DriverError
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 
-# Slots have 2 KiB, since a ring of a step moves whole tiles of 512 elements, and each channel has
-# two of them per peer: each is written several times. What waits in vain says so soon.
+# Slots have 2 KiB, since a ring of a step moves whole tiles of 512 elements. A channel has only two
+# slots per peer, so each slot is written several times. The timeout ends a wait that a mutant
+# blocks.
 TIMEOUT_S = 20.0
 QUICK = replace(OPTIONS, timeout=TIMEOUT_S, segment_bytes=2048, slots=2)
-# What goes through slots is short; what is read where it lies must not be (kZeroCopyMinBytes).
+# Tensors for slots are short; tensors that peers read in place must not be (kZeroCopyMinBytes).
 FEW_ELEMS, SOME_ELEMS, MANY_ELEMS = 131, 7_011, 26_011
 FEW = dict.fromkeys(("plain", "heap", "mixed"), FEW_ELEMS)
 SOME = dict.fromkeys(FEW, SOME_ELEMS)
 MANY = {"plain": SOME_ELEMS, "heap": MANY_ELEMS, "mixed": MANY_ELEMS}
 STEP_ELEMS = (6_001, 40, 3)
-# Of whom two share a device and a launch; with two a ring's neighbours would be one rank.
+# Two ranks share a device and a launch. In a ring of two both neighbours would be one rank.
 RANKS = 3
 CALLS_PER_CLEARING = 1 << 24  # kCallsPerClearing, ll.h
-# Slips that are not an access without its order: a pattern of the text, and what it becomes.
+# Other slips than an access without its order: a pattern of the text, and the replacement.
 SLIPS = {
     "a vector a word too far": (
         r"(\bld\.global\.L1::no_allocate\.v4\.u32\s.*\[%rd\d+)\]",
@@ -98,18 +99,18 @@ SLIPS = {
 
 
 def subunit_of(unit: str, kernel: str) -> str:
-    """The smallest subunit that a kernel can be taken from."""
+    """Returns the smallest subunit that contains the kernel."""
     if unit.startswith(("reduce_", "quantize_")):
         return f"{unit}/{kernel.rsplit('_', 1)[1]}"
     if unit.startswith("adamw_"):
-        # That of no dtype of parameters is in every subunit: the one that is loaded in any case.
+        # The prepare kernel, of no parameter dtype, is in every subunit: take a loaded one.
         last, grads = kernel.rsplit("_", 1)[1], unit.removeprefix("adamw_")
         return f"{unit}/{grads if last == 'prepare' else last}"
     return unit
 
 
 def new_values(turn: int, ranks: int, elems: int) -> list[torch.Tensor]:
-    """New values of all ranks for each call, so that nothing old looks like what is awaited."""
+    """Returns new values of all ranks for each call, so no old value equals an expected one."""
     made = torch.Generator().manual_seed(turn)
     return [torch.randint(-999, 1000, (elems,), generator=made).float() for _ in range(ranks)]
 
@@ -149,7 +150,7 @@ def _fill_module() -> int:
 
 
 def _write_over(comm: Communicator, *tensors: torch.Tensor) -> None:
-    """As a kernel of the user's does, on the current stream; the host waits for nothing."""
+    """Overwrites tensors on the current stream, like a user's kernel; the host does not wait."""
     runtime, device = cuda.current(), device_of(comm)
     for tensor in tensors:
         given = struct.pack("<QQ", tensor.data_ptr(), tensor.numel())
@@ -173,7 +174,7 @@ def _all_reduce(comm: Communicator, turn: int, algorithm: str, elems: int, memor
 
 
 def _halves(comm: Communicator, turn: int, algorithm: str, elems: int, memory: str) -> None:
-    """The halves of an all-reduce as calls of their own."""
+    """Makes the halves of an all-reduce as calls of their own."""
     values = new_values(turn, comm.world_size, elems * comm.world_size)
     source = put(comm, values[comm.rank], memory)
     output = room(comm, elems, torch.float32, memory, 1)
@@ -187,7 +188,7 @@ def _halves(comm: Communicator, turn: int, algorithm: str, elems: int, memory: s
 
 
 def _to_root(comm: Communicator, turn: int, _: str, elems: int, memory: str) -> None:
-    """Reduce, gather and scatter: of two ranks only one hears of the other."""
+    """Reduce, gather and scatter: of two ranks, only one receives data from the other."""
     ranks, me, root = comm.world_size, comm.rank, turn % comm.world_size
     values = new_values(turn, ranks, elems)
     tensor = put(comm, values[me], memory)
@@ -207,7 +208,7 @@ def _to_root(comm: Communicator, turn: int, _: str, elems: int, memory: str) -> 
 
 
 def _movements(comm: Communicator, turn: int, _: str, elems: int, memory: str) -> None:
-    """All-to-all, messages and broadcast: what the kernels of other jobs do not do."""
+    """All-to-all, messages and broadcast, whose kernels other jobs do not use."""
     ranks, me = comm.world_size, comm.rank
     ahead, behind = (me + 1) % ranks, (me - 1) % ranks
     values = new_values(turn, ranks, elems * ranks)
@@ -239,23 +240,23 @@ def _job(form: Form, algorithm: str, elems: dict[str, int]) -> Callable[[Communi
 
 
 def _await(true: Callable[[], bool]) -> None:
-    """Waits with looks that tell no kernel anything."""
+    """Waits by looking at a condition that gives no kernel any order of memory."""
     ends = time.monotonic() + TIMEOUT_S
     while not true():
         assert time.monotonic() < ends
         time.sleep(0.001)
 
 
-# Set when the rank of which such a job is has done its part.
+# Set when the rank that such a job observes has done its part.
 _DONE = threading.Event()
 
 
 @contextmanager
 def _while_it_reads(comm: Communicator, reader: int) -> Iterator[Callable[[], bool]]:
-    """Inside, the kernel in which ``reader`` reads the next item of this rank does not end.
+    """Inside, the kernel by which ``reader`` reads this rank's next item cannot end.
 
-    Its end would tell what it has read to whatever begins later, wherever the host waits for it.
-    Gives what tells whether the item has been read. All ranks have made one barrier before.
+    A kernel's end orders its reads before all later work, once the host waits for it. Yields a
+    function that tells whether the item has been read. All ranks have made one barrier before.
     """
     on_host(room(comm, 1, torch.float32, "plain"))  # the barrier's own item has been published
 
@@ -274,7 +275,7 @@ def _while_it_reads(comm: Communicator, reader: int) -> Iterator[Callable[[], bo
 
 
 def _found_free(comm: Communicator) -> None:
-    """A slot that was read before the call that writes it again began, which only finds it so."""
+    """The slot is read before the call that rewrites it begins, so that call finds it free."""
     values = new_values(0, comm.world_size, FEW_ELEMS)
     tensors = [put(comm, values[comm.rank], "plain") for _ in range(QUICK.slots + 1)]
     comm.barrier()
@@ -293,13 +294,13 @@ def _found_free(comm: Communicator) -> None:
             assert torch.equal(on_host(tensor), torch.stack(values).sum(0))
 
 
-_READY_WORDS: dict[int, int] = {}  # of the ranks, which are threads
+_READY_WORDS: dict[int, int] = {}  # by rank; ranks are threads
 
 
 def _found_read(comm: Communicator) -> None:
-    """What a rank has lent was read when it looks for that first: no poll tells it.
+    """Peers have read a lent tensor when the rank first looks, so the first look must order memory.
 
-    It is held up at the word that tells a peer of another device where the data lie.
+    The rank is delayed at the word that gives a peer of another device the data's address.
     """
     root = comm.world_size - 1
     values = new_values(0, comm.world_size, MANY_ELEMS)
@@ -321,10 +322,10 @@ def _found_read(comm: Communicator) -> None:
 
 
 def _shared_again(comm: Communicator) -> None:
-    """The slot of an all-reduce is written again before the call after it has told anything.
+    """A slot of an all-reduce is written again before other ranks' next calls release anything.
 
-    The rank on a device of its own shares by turns in both slots, without a word from the others,
-    who join only when that is done.
+    The rank on a device of its own shares data in both slots alternately, without a signal from the
+    others, who join only afterwards.
     """
     root, others = comm.world_size - 1, range(comm.world_size - 1)
     values = new_values(0, comm.world_size, FEW_ELEMS)
@@ -347,21 +348,21 @@ def _shared_again(comm: Communicator) -> None:
 
 
 def _come_around(comm: Communicator) -> None:
-    """LL packets whose flags are about to come around, so that their memory is cleared."""
+    """LL packets whose flags are about to wrap around, so that their memory is cleared."""
     set_ll_epoch(comm, CALLS_PER_CLEARING - 4)
     comm.barrier()
     for turn in range(6):
         _all_reduce(comm, turn, "ll", FEW_ELEMS, "plain")
 
 
-_has_given_up = threading.Semaphore(0)  # of each rank that missed others
+_has_given_up = threading.Semaphore(0)  # one per rank that has given up
 
 
 def _absent(stays: bool) -> Callable[[Communicator], None]:
-    """The last rank makes no call: the others' kernels give up, and say so.
+    """The last rank makes no call: the others' kernels give up and record a fault.
 
-    If it does not stay until then, it is lost at once, before any deadline, and several lanes of a
-    block fail together.
+    Unless ``stays``, the rank exits, so the loss is noticed at once, before any deadline, and
+    several lanes of a block fail together.
     """
 
     def job(comm: Communicator) -> None:
@@ -412,7 +413,7 @@ def _miss_last(comm: Communicator) -> None:
 
 
 def _norm_alone(comm: Communicator) -> None:
-    """The norm of a gradient that is reduced already: of small integers, so that it is exact."""
+    """The norm of an already reduced gradient of small integers, so that the norm is exact."""
     values = put(comm, new_values(0, 1, SOME_ELEMS)[0], "plain")
     words, wanted = torch.zeros(2, _native.GRAD_NORM_WORDS, dtype=torch.int64)
     given = (values.data_ptr(), _native.DTYPES["float32"], SOME_ELEMS, 0)
@@ -439,7 +440,7 @@ def _steps(algorithm: str, clip: bool) -> Callable[[Communicator], None]:
                 values = new_values(turn, comm.world_size, param.numel())
                 if param.grad is None:
                     param.grad = put(comm, values[comm.rank], "plain")
-                else:  # in the heap, where peers read it
+                else:  # the gradient is in the heap, where peers read it
                     param.grad.copy_(values[comm.rank])
                 same.grad = torch.stack(values).sum(0) / comm.world_size
             if clip:
@@ -450,7 +451,7 @@ def _steps(algorithm: str, clip: bool) -> Callable[[Communicator], None]:
             _write_over(comm, *(param.grad for param in params if param.grad is not None))
             reference.step()
             for param, same in zip(params, plain, strict=True):
-                # One rounding of the gradient's mean and one of each product, some 2^-23 each.
+                # The gradient's mean is rounded once and each product once, each by some 2^-23.
                 got = on_host(param.detach())
                 assert torch.allclose(got, same.detach(), rtol=1e-6, atol=1e-7), turn
         comm.engine.finish_host_side()
@@ -458,7 +459,7 @@ def _steps(algorithm: str, clip: bool) -> Callable[[Communicator], None]:
     return body
 
 
-# Of the elements of an all-reduce each rank has a third.
+# Each rank has a third of the elements of an all-reduce.
 _THIRDS = {memory: elems // 3 for memory, elems in MANY.items()}
 JOBS: dict[str, Callable[[Communicator], None]] = {
     "one_shot": _job(_all_reduce, "one_shot", MANY),
@@ -485,7 +486,7 @@ JOBS: dict[str, Callable[[Communicator], None]] = {
 
 
 def run(job: str, kernels: PtxKernels) -> None:
-    """Does a job on devices of its own; a wrong result or a wrong step of a kernel is raised."""
+    """Runs a job on devices of its own; raises a wrong result or a kernel's mistake."""
     devices = Devices("emulated", ptx=kernels)
     with devices.new_world(RANKS, (0, 1), QUICK) as world:
         devices.run(world, JOBS[job])
@@ -506,7 +507,7 @@ def main() -> None:
         run(job, kernels)
     except (AssertionError, RingcommError, DriverError) as error:
         print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), flush=True)
-        os._exit(0)  # after a failure of a kernel the device cannot be given back
+        os._exit(0)  # after a kernel has failed, the device cannot be closed
     print(json.dumps({"reached": kernels.reached()}), flush=True)
 
 

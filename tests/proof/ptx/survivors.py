@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for mutants of the PTX that no job shows, and for reasons that explain none.
+"""Finds mutants of the PTX that no job shows, and reasons that explain no mutant.
 
-A mutant is a pair: where it is made (a job, or a subunit), and the name of its access. A
+A mutant is a pair: its place (a job or a subunit), and the name of its access. A
 reason is a pattern of such names, as ``ACCESS`` or as ``WHERE: ACCESS``.
 """
 
@@ -13,13 +13,13 @@ from typing import Any
 
 Mutant = tuple[str, str]
 RIGHT = "right"
-# On a busy machine all waits of a job may be long, or none, and a wait's first look and its polls
-# are accesses of their own: what one run does not show another one may.
+# On a busy machine all waits of a job may be long or none. A wait's first look and its polls are
+# different accesses, so another run may show a mutant that one run does not show.
 RUNS = 3
 
 
 def is_explained(mutant: Mutant, reasons: Iterable[str]) -> bool:
-    """Tells whether one of the patterns is of this mutant."""
+    """Tells whether one of the patterns matches this mutant."""
     where, access = mutant
     return any(
         re.match(known, name) for known in reasons for name in (access, f"{where}: {access}")
@@ -31,9 +31,9 @@ def unexplained(
     reasons: Iterable[str],
     outcomes: Callable[[list[Mutant]], Mapping[Mutant, Any]],
 ) -> list[Mutant]:
-    """Those that show in none of ``RUNS`` runs and that no reason is for.
+    """Returns the mutants that no reason explains and that none of ``RUNS`` runs shows.
 
-    ``outcomes`` runs mutants and returns for each of them ``RIGHT``, or what went wrong.
+    ``outcomes`` runs mutants and returns for each of them ``RIGHT``, or the failure.
     """
     known = list(reasons)
     left = mutants
@@ -47,6 +47,6 @@ def unexplained(
 
 
 def stale(reasons: Iterable[str], mutants: Iterable[Mutant]) -> list[str]:
-    """The reasons that are of none of these mutants."""
+    """Returns the reasons that match none of these mutants."""
     given = list(mutants)
     return [known for known in reasons if not any(is_explained(each, [known]) for each in given)]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA units' PTX, executed on emulated devices, computes what the host does, bit for bit.
+"""The CUDA units' PTX, executed on emulated devices, gives the host's results, bit for bit.
 
-Memory is at its worst there: a load sees what an acquire has shown and no more. ``make ptx-check``
-runs all tests of devices in this way. To compile a subunit takes seconds, so ``make test``
-has the narrowest elements and those of the sums, and an optimizer's step of each form;
-RINGCOMM_PTX_CHECK=all has all.
+Memory there is as weak as PTX allows: a load sees only stores that an acquire has made visible.
+``make ptx-check`` runs all tests of devices in this way. Compiling a subunit takes seconds, so
+``make test`` compiles the narrowest elements, the elements of sums, and an optimizer step of each
+form; RINGCOMM_PTX_CHECK=all compiles all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ pytestmark = [
 
 EVERYTHING = os.environ.get("RINGCOMM_PTX_CHECK") == "all"
 
-# In which order warps and lanes run; each serves one of the worlds below.
+# The orders in which warps and lanes run; each is used in one of the worlds below.
 UPWARDS = PtxSchedule(0)
 AGAINST_PROGRESS = PtxSchedule(1, no_progress_in_a_warp=True)
 AT_RANDOM = PtxSchedule(7, even_are_late=True)
@@ -58,7 +58,7 @@ AT_RANDOM = PtxSchedule(7, even_are_late=True)
 @contextmanager
 def ptx_devices(schedule: PtxSchedule) -> Iterator[Devices]:
     for subunit in ("move", "reduce_float32/sum"):
-        ptx_of(subunit)  # compiled now: ranks would be late at their rendezvous
+        ptx_of(subunit)  # compiling later would delay ranks at their rendezvous
     made = Devices("emulated", ptx=PtxKernels(schedule, subunit=subunit_of))
     yield made
     made.close()
@@ -96,7 +96,7 @@ def test_every_collective(world_size: int, schedule: PtxSchedule) -> None:
 
     calls = list(itertools.product(CHECKS.values(), cases[:3] if world_size > 2 else cases))
     if not EVERYTHING and world_size > 2:
-        # Many warps on a few cores: each collective has the size of one of three algorithms.
+        # Many warps share a few cores, so each collective runs with the size of only one algorithm.
         some = itertools.cycle([*cases[:2], replace(cases[2], count=1201)])
         calls = list(zip(CHECKS.values(), some, strict=False))
     elif not EVERYTHING:
@@ -110,7 +110,7 @@ def test_every_collective(world_size: int, schedule: PtxSchedule) -> None:
         devices.run(devices.world(world_size, (0, 1)), body)
 
 
-# Sums of units that other tests use, too, and the narrowest elements.
+# Sums of units that other tests compile as well, and the narrowest elements.
 SOME_UNITS = {torch.float32: "SUM", torch.bfloat16: "SUM", torch.int8: "MIN"}
 EVERY_UNIT = [(dtype, operators[-1]) for dtype, operators in EMULATED.items()]
 
@@ -148,14 +148,14 @@ def test_rounded_sums_have_the_bits_of_the_host(devices: Devices, dtype: torch.d
     devices.run(devices.world(4, (0, 1)), body)
 
 
-# World and options, by the dtype of the parameters.
+# World size and options, by the dtype of the parameters.
 STEPS = {
     torch.float32: (4, AdamWOptions()),
     torch.bfloat16: (2, AdamWOptions(master="remainder")),
     torch.float16: (2, AdamWOptions(master="none", rounding="stochastic", seed=7)),
 }
-# Each algorithm, and each form, of the dtype that test_orders.py has, too: another one is compiled
-# for ten seconds and more.
+# Each algorithm and each form, for the dtype that test_orders.py compiles as well: another dtype
+# takes ten seconds and more to compile.
 SOME_STEPS = [
     (torch.float32, "ring", "one pass", "AdamW"),
     (torch.float32, "one_shot", "two passes", "momentum"),

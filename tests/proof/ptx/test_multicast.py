@@ -55,7 +55,7 @@ def world(devices, request):
     indirect=["world"],
 )
 def test_results(devices, world, dtype):
-    """Tails, several pieces, in place and not, plain tensors and those of the heap, unaligned."""
+    """Partial vectors, several pieces, in place and not; plain, heap and unaligned tensors."""
     some = ("mixed", "unaligned") if len(world) == 2 else ("unaligned",)
     everywhere = dtype is torch.float32 and len(world) == 2
     devices.run(world, every_call, dtype, MEMORIES if everywhere else some)
@@ -119,7 +119,7 @@ def test_a_peer_that_calls_something_else_is_told_before_data_move(devices):
 
 
 def test_it_is_never_chosen(devices, world):
-    """A window changes nothing of the other algorithms."""
+    """A window does not change the choice among the other algorithms."""
 
     def body(comm: Communicator) -> list[str]:
         for count in (8, 20_000):
@@ -133,9 +133,10 @@ def test_it_is_never_chosen(devices, world):
 # ---- mutants -------------------------------------------------------------------------------------
 
 ORDERINGS = (
-    # A call begins when all have read what it shared before, which it finds at once or soon. The
-    # barrier behind the wait, "run (1)", shows only where a peer is late, which is left to chance
-    # here. "run (3)" is behind the last wait of a call in place, where the kernel ends, too.
+    # A call begins when all ranks have read what this rank shared before, which a wait finds at
+    # once or soon. The barrier behind this wait, "run (1)", shows only if a peer is late, which
+    # this test leaves to chance. "run (3)" is behind the last wait of a call in place, where the
+    # kernel ends, too.
     "acquire of find_link, acquire of drained",
     "barrier of move_through_slots",
     "barrier of run (2)",
@@ -146,8 +147,8 @@ ORDERINGS = (
     "barrier of sync_peers",
     "release of release",
 )
-# Each is compiled: make test has one of the orders, one of the arithmetic, and one of the choice
-# between calls in place and through slots.
+# Each mutant is compiled, so make test runs one of the orders, one of the arithmetic, and one of
+# the choice between calls in place and through slots.
 SOURCES = {
     "one slot in place of two": ("piece & 1", "piece & 0"),
     "a lane adds up the vector of another": ("(part.all + at); };", "(part.all + (at ^ 16)); };"),
@@ -184,7 +185,7 @@ if os.environ.get("RINGCOMM_PTX_CHECK") == "all":
 
 
 def _caught(tmp_path, text: str) -> str:
-    """Runs a job with this PTX; returns its error, or nothing. A crash is an error of the test."""
+    """Runs a job with this PTX; returns its error, or "". A crash of the process fails the test."""
     file = tmp_path / "mutant.ptx"
     file.write_text(text)
     command = [sys.executable, "-m", "tests.proof.ptx.multicast_job", str(file)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multicast on tensors of the heap, where they are: when it is done, and when windows are used."""
+"""Multicast on tensors of the heap, in place: when a call uses this path, and when windows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kernels():
 
 @pytest.fixture
 def devices(kernels):
-    """New for each test: equal allocations of all ranks are at equal offsets of their heaps."""
+    """New devices for each test, so equal allocations have equal offsets in all ranks' heaps."""
     made = Devices("emulated", devices=4, ptx=kernels)
     yield made
     made.close()
@@ -62,7 +62,7 @@ def _window(comm: Communicator):
 
 
 def uses_windows(devices: Devices, world: LocalWorld, body: Body, *args: Any) -> list[bool]:
-    """Runs ``body`` on all ranks; returns for each whether its window was written."""
+    """Runs ``body`` on all ranks; returns per rank whether its window was written."""
     for comm in world:
         runtime, device, window = _window(comm)
         runtime.synchronize(device)
@@ -89,7 +89,7 @@ def test_results_in_place(devices, ranks, dtype):
 
 
 def _all_reduce(comm: Communicator, tensor: torch.Tensor, turn: int = 0) -> None:
-    """Reduces known values in the memory of ``tensor``."""
+    """All-reduces known values in the memory of ``tensor``, and checks the sums."""
     values = values_of(comm, turn, tensor.numel(), tensor.dtype)
     tensor.copy_(values[comm.rank])
     comm.all_reduce(tensor, algorithm=MULTICAST)
@@ -134,7 +134,7 @@ def test_chunks_of_partial_vectors_go_through_the_windows(devices):
 
 
 def test_ways_alternate(devices):
-    """A call in place follows one through windows, which follows one in place."""
+    """A call in place follows a call through windows, and the other way round."""
     world = devices.world(2, (0, 1), WITH_WINDOW)
     calls = Calls(2)
 
@@ -148,7 +148,7 @@ def test_ways_alternate(devices):
 
 
 def test_heaps_grow_between_calls(devices):
-    """Tensors in new chunks, also across the border of two, which the communicator binds."""
+    """Tensors are in new chunks, also across two chunks, which the communicator then binds."""
     world = devices.world(2, (0, 1), WITH_WINDOW)
     elems = (3 << 20) // 4
 
@@ -185,12 +185,12 @@ def test_graphs_replay_it(devices):
     assert uses_windows(devices, world, body) == [False, False]
 
 
-# ---- what drivers refuse -------------------------------------------------------------------------
+# ---- refusals by the driver ----------------------------------------------------------------------
 
 
 @pytest.fixture
 def refusing(monkeypatch):
-    """Makes an entry point refuse where its arguments are such."""
+    """Makes a driver entry point refuse calls whose arguments ``where`` selects."""
     original = virtual_memory.DriverCalls.__getattr__
 
     def refuse(name: str, where: Callable[..., bool]) -> None:
@@ -235,7 +235,7 @@ def _grown_all_reduce(comm: Communicator) -> None:
     ],
 )
 def test_a_driver_that_binds_no_heap(kernels, refusing, name, where, said):
-    """It is said aloud, on whose rank and why, and calls go through the windows of all."""
+    """A warning names the rank and the reason, and all ranks' calls go through the windows."""
     devices = Devices("emulated", ptx=kernels)
     refusing(name, where)
     with warnings.catch_warnings(record=True) as caught:
@@ -262,7 +262,7 @@ def test_heaps_that_do_not_grow_are_not_bound(kernels, monkeypatch):
 
 
 def test_a_communicator_that_closes_unbinds_and_others_go_on(devices):
-    """Each has an object of its own, to which the heaps' chunks are bound."""
+    """Each communicator has its own multicast object, to which it binds the heaps' chunks."""
     world = devices.world(2, (0, 1), WITH_WINDOW)
     calls = Calls(2)
     before = library().emu_vmm_in_use()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks in processes hand each other the multicast object.
 
-Apart from ``test_multicast.py``: ranks are forks of a server that has imported all of ringcomm.
+Separate from ``test_multicast.py``, since ranks are forks of a server that has imported ringcomm.
 """
 
 from typing import cast
@@ -28,7 +28,7 @@ COUNT = 560  # whole vectors, so the end of a tensor is aligned
 
 
 def _grown(comm):
-    """All-reduces a tensor of a new chunk in place: it writes to no window."""
+    """All-reduces a tensor of a new chunk in place, and checks that no window is written."""
     core = cast(DeviceCallEngine, comm.engine).device_core
     window = core._window
     before = core.heap.memory.committed_bytes
@@ -52,7 +52,7 @@ def _process(store, rank, world):
     ):
         _grown(comm)
         every_call(comm, torch.float32, ("mixed",))
-    # What a rank has lent comes back when its peer has closed, too.
+    # Memory that a rank lent is freed when its peer has closed, too.
     store.set(f"closed/{rank}", "")
     store.wait([f"closed/{each}" for each in range(world)])
     devices.close()
@@ -85,7 +85,7 @@ def _survivor(store, rank, world):
 
 
 def test_a_peer_that_dies_while_its_heap_is_bound():
-    """The survivor's call ends, and its close gives everything back."""
+    """The survivor's call ends, and its close() frees everything."""
     with Ranks(_survivor, 2) as ranks:
         survivor, dead = ranks.wait(100.0)
     assert survivor.ok and survivor.value == 0, survivor.describe()

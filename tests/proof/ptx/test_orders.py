@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of the PTX: what orders memory, dropped access by access, and other slips of a compiler.
+"""Mutants of the PTX: orders of memory, dropped access by access, and other compiler mistakes.
 
-Each is run on the interpreter in jobs whose results are known (small_jobs.py), and must be seen
-there, as a wrong result or as an access that must not be. ``make test`` takes a mutant of each
-kind, and RINGCOMM_PTX_CHECK=all every access that a job comes to, in each subunit that has
-it: one of the jobs that come to it must see it, or the reason is here.
+Each is run on the interpreter in jobs whose results are known (small_jobs.py), which must show a
+wrong result or a forbidden access. ``make test`` runs a mutant of each kind. RINGCOMM_PTX_CHECK=all
+runs mutants of every access that a job executes, in each subunit that has it: one of these jobs
+must show the mutant, or this file must name the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler"),
 ]
 
-# Mutants of each kind and of each kind of job, and the job that sees each.
+# Mutants of each kind and of each kind of job, and the job that shows each.
 SAMPLE = {
     "acquire of arrive (1)": "one_shot",
     "acquire of slot_is_free": "to a root",
@@ -59,10 +59,10 @@ if EVERYTHING:
         "a store's other operand": "one hop",
         "too few lanes at a shuffle": "norm alone",
     }
-# Texts in which the templates of all CUDA units are: those of other types differ by arithmetic.
+# Subunits with the templates of all CUDA units; other types differ in arithmetic only.
 SUBUNITS = ("move", "reduce_float32/sum", "adamw_float32/float32", "adamw_float32/norm")
 
-TRIES = 3  # of a job: on a busy machine ranks may be late at their rendezvous
+TRIES = 3  # tries of a job: on a busy machine ranks may be late at their rendezvous
 LOST_TRIES = 10
 
 _FAULTS = (
@@ -71,7 +71,7 @@ _FAULTS = (
 )
 _ONE_OF_SEVERAL = "another barrier stands before any lane reads what it orders"
 _LAST = "behind it the call has but the barrier of verify_peer_buffers, and ends"
-# Patterns of accesses of which no job shows that they are gone, and why.
+# Patterns of accesses whose removal no job shows, and the reasons.
 SURVIVORS = {
     r"(acquire|fence) of await_raised$|exchange of claim_fault$|fence of raise_fault$": _FAULTS,
     r"acquire of (aborted|load_channel)$": _FAULTS,
@@ -103,8 +103,8 @@ SURVIVORS = {
     ),
     r"barrier of prepare_kernel$": "what is changed behind it no other lane reads",
 }
-# And those that only some waits come to, or that are mostly behind another order, so that jobs may
-# see them or not.
+# Accesses that only some waits execute, or that another order mostly covers: jobs may or may not
+# show their removal.
 LONG_WAITS = {
     r"acquire of other_call_in$": "of a header that is looked at when a call ahead is there",
 }
@@ -112,16 +112,16 @@ LONG_WAITS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job said: of which lines each subunit's kernels came to, or how it failed."""
+    """A job's outcome: the lines that each subunit's kernels executed, or the failure."""
 
     reached: Mapping[str, list[int]]
     failed: str | None
 
 
 def do(job: str, changes: Mapping[str, list[int]], *slips: str) -> Outcome:
-    """Does a job in a process of its own, with changes made to the texts of its subunits.
+    """Runs a job in a process of its own, with changes made to the texts of its subunits.
 
-    Fails where the process did not come to say how the job ended: that shows nothing.
+    Fails if the process did not report how the job ended, since that proves nothing.
     """
     program = [sys.executable, "-m", "tests.proof.ptx.small_jobs", job, json.dumps(changes), *slips]
     for _ in range(TRIES):
@@ -133,10 +133,10 @@ def do(job: str, changes: Mapping[str, list[int]], *slips: str) -> Outcome:
 
 
 def do_until_it_fails(job: str, slip: str) -> Outcome:
-    """Does a job with a slip up to LOST_TRIES times, until it fails; returns the last outcome.
+    """Runs a job with a slip up to LOST_TRIES times, until it fails; returns the last outcome.
 
     Whether two lanes of a block fail together, so that their stores race, depends on when the loss
-    of a rank reaches each of them: on 2 busy cores in about two of three runs.
+    of a rank reaches each of them: on 2 busy cores this happens in about two of three runs.
     """
     for _ in range(LOST_TRIES):
         outcome = do(job, {}, slip)
@@ -147,7 +147,7 @@ def do_until_it_fails(job: str, slip: str) -> Outcome:
 
 @cache
 def accesses() -> dict[str, dict[str, list[int]]]:
-    """The lines of every access that orders memory, by its name and by subunit."""
+    """Returns the lines of every access that orders memory, by its name and by subunit."""
     found: dict[str, dict[str, list[int]]] = {}
     for subunit in SUBUNITS:
         for name, copies in orderings(ptx_of(subunit)).items():
@@ -193,7 +193,7 @@ def test_a_slip_is_seen(sample: dict[str, Future[Outcome]], slip: str) -> None:
 
 
 def _jobs_by_mutant(pool: ThreadPoolExecutor) -> dict[Mutant, list[str]]:
-    """The jobs that come to each access, of each subunit, when nothing is changed."""
+    """Returns the jobs that execute each access of each subunit when nothing is changed."""
     found: dict[Mutant, list[str]] = {}
     for job, outcome in zip(JOBS, pool.map(lambda job: do(job, {}), JOBS), strict=True):
         assert outcome.failed is None, f"the job {job!r} fails with nothing changed"

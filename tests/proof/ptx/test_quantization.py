@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PTX of the kernels that quantize, executed, has the host's bits, and mutants have not."""
+"""The PTX of the quantization kernels, executed, has the host's bits; its mutants do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 QUANT_FORMATS = ("int8", "fp8", "int4")
-# More than a block of the grid has, so that there are two.
+# More numbers than one block of the grid handles, so the grid has two blocks.
 TWO_BLOCKS = ((8_500, 0),)
 
 
@@ -56,7 +56,7 @@ def test_the_bits_are_the_hosts(devices: Devices, quant_format: str, dtype: torc
     )
 
 
-# Patterns of the text, and what they become.
+# Patterns of the text, and their replacements.
 MUTANTS = {
     **{name: SLIPS[name] for name in ("too few lanes at a shuffle", "another lane of a shuffle")},
     "another operand of a store": SLIPS["a store's other operand"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PTX of the rows' kernels, executed, gives the host's copies, sums and products."""
+"""The PTX of the row kernels, executed, gives the host's copies, sums and products."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ pytestmark = [
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GUARD = 0xA5
 RANKS, TOKENS, K = 3, 11, 3
-# Numbers of a row: fewer than the 64 partial sums of a scalar product, rows that begin at no
-# multiple of 16 bytes, and more than a turn of a warp, which has 1024 numbers of 2 bytes.
+# Numbers per row: fewer than the 64 partial sums of a scalar product, rows that are not aligned to
+# 16 bytes, and more than a turn of a warp (1024 numbers of 2 bytes).
 SIZES = (8, 37, 1104)
 
 
 class Rows(NamedTuple):
-    """Rows of several ranks, and a table of entries, of which some have none."""
+    """Rows of several ranks, and a table of entries; some entries name no row."""
 
     of_ranks: list[Tensor]
     entries: Tensor  # int64 [TOKENS, K, 2]
@@ -53,7 +53,7 @@ def rows_of(elems: int, dtype: torch.dtype) -> Rows:
     seed = torch.Generator().manual_seed(elems)
     of_ranks = [torch.randn(7 + rank, elems, generator=seed).to(dtype) for rank in range(RANKS)]
     ranks = torch.randint(-1, RANKS, (TOKENS, K), generator=seed)
-    # A token without rows, and one with one row alone.
+    # A token without rows, and a token with a single row.
     ranks[4], ranks[5] = -1, torch.tensor([-1, 2, -1])
     at = torch.randint(0, 7, (TOKENS, K), generator=seed)
     weights = torch.randn(TOKENS, K, generator=seed)
@@ -62,7 +62,7 @@ def rows_of(elems: int, dtype: torch.dtype) -> Rows:
 
 
 class Made(NamedTuple):
-    """What the calls have written, with guards behind it."""
+    """The results of the calls, with guard bytes behind each."""
 
     copies: Tensor
     words: Tensor
@@ -73,11 +73,11 @@ class Made(NamedTuple):
 
 
 def results(end: Any, rows: Rows, dtype: torch.dtype, use: Callable[[Tensor], Tensor]) -> Made:
-    """Has ``end``, the native module or a device's end, copy, sum and scale the rows."""
+    """Lets ``end`` (the native module or a device's end) copy, sum and scale the rows."""
     elems, row_bytes = rows.with_.size(1), rows.with_[0].nbytes
     of_ranks, with_ = [use(each) for each in rows.of_ranks], use(rows.with_)
     entries, weights = use(rows.entries), use(rows.weights)
-    # A table of sources, whose first two words are an entry.
+    # A table of sources; the first two words of each are an entry.
     sources = use(torch.cat([rows.entries, rows.entries], -1)[:, 0].contiguous())
     ptrs = [each.data_ptr() for each in of_ranks]
 
@@ -105,11 +105,11 @@ def results(end: Any, rows: Rows, dtype: torch.dtype, use: Callable[[Tensor], Te
 
 
 def differences(devices: Devices, end: _native.DeviceComm, dtype: torch.dtype) -> Iterator[str]:
-    """Yields what the end makes otherwise than the host."""
+    """Yields the results in which the end differs from the host."""
     kept = []
 
     def allowed(tensor: Tensor) -> Tensor:
-        kept.append(tensor.clone())  # until the kernels have ended
+        kept.append(tensor.clone())  # keeps it until the kernels have ended
         ptx.allow(kept[-1])
         return kept[-1]
 
@@ -128,7 +128,7 @@ def test_the_bits_are_the_hosts(devices: Devices, dtype: torch.dtype) -> None:
     check(devices, lambda end: differences(devices, end, dtype))
 
 
-# Patterns of the text, and what they become.
+# Patterns of the text, and their replacements.
 MUTANTS = {
     **{name: SLIPS[name] for name in ("too few lanes at a shuffle", "another lane of a shuffle")},
     "another operand of a store": SLIPS["a store's other operand"],

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call by packets waits for two loads from memory, one after the other, and for no more.
+"""A call by packets waits for exactly two loads from memory, one after the other.
 
 The interpreter counts them (``tests/ptx_interpreter/source/trips.h``) in the kernels of a rank that
-comes last, so that whatever it awaits is there when it looks.
+comes last, so that all awaited data has arrived when it looks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ pytestmark = [
 ]
 
 KERNEL = "rc_ll_sum"
-# First the words of the call together with the input, then the peers' packets.
+# The first trip loads the call's words and the input, the second the peers' packets.
 TRIPS = 2
-# The serial kernel: the words, the input, the headers, the payloads.
+# The serial kernel's trips: the words, the input, the headers, the payloads.
 SERIAL_TRIPS = 4
 TURNS = 4
-# Long enough for a kernel that has been launched to send its packets.
+# Long enough for a launched kernel to send its packets.
 HEAD_START_S = 0.1
 
 PACKETS, BODY, LL = "kernels/cuda/packet_kernels.h", "kernels/cuda/body.h", "ringcomm/protocol/ll.h"
@@ -60,7 +60,7 @@ MUTANTS = {
 
 
 def packets_ptx(loops: str = units.BATCHED, mutant: str = "") -> str:
-    """Returns the PTX of the kernel alone, or of a mutant of it."""
+    """Returns the PTX of the packet kernel, or of a mutant of it."""
     source, headers, macros = packets_source("reduce_float32/sum", loops)
     if mutant:
         header, changes = MUTANTS[mutant]
@@ -95,7 +95,7 @@ def trips(text: str, elems: int) -> int:
 
 def test_a_sum_of_packets_waits_twice() -> None:
     assert trips(packets_ptx(), 128) == TRIPS
-    # The last word is loaded byte by byte, by a function that hands it over before all else.
+    # A function loads the incomplete last word byte by byte, and returns before all other loads.
     assert trips(packets_ptx(), 131) == TRIPS + 1
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton's kernels as the PTX that Triton emits for sm_90, executed on emulated devices.
 
-Ranks are threads with a device each, whose kernels run side by side, or two ranks in one launch.
-Everything is compared with the exact result, or with the bits of the native kernels on the host.
-A kernel takes seconds to compile, so ``make test`` has a few of all; RINGCOMM_PTX_CHECK=all has
-the others.
+Ranks are threads with a device each, whose kernels run side by side, or two ranks share a launch.
+All results are compared with the exact result, or with the bits of the native kernels on the host.
+A kernel takes seconds to compile, so ``make test`` runs a few; RINGCOMM_PTX_CHECK=all runs the
+others.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ pytestmark = [
 
 ALL = os.environ.get("RINGCOMM_PTX_CHECK") == "all"
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-# Two slots of half a KiB: what follows goes several times around them.
+# Two slots of half a KiB, so the calls go around the slots several times.
 OPTIONS = with_options(kernels="triton", segment_bytes=512, slots=2, timeout=90.0)
-# One element, tails of every kind of access, and more than the slots hold.
+# None, one element, partial vectors of every kind of access, and more than the slots hold.
 COUNTS = (0, 1, 7, 300, 2051)
 MEMORIES = ("heap", "plain", "unaligned", "mixed", "heap")
 
@@ -87,8 +87,8 @@ CHECKS = {
     "reduce_scatter": check_reduce_scatter,
     "all_gather": check_all_gather,
 }
-# Ranks, collective, algorithm, dtype, operator; of each a compilation.
-# What make test has of the two-shot all-reduce of two ranks, test_triton_mutants.py executes.
+# Ranks, collective, algorithm, dtype, operator; each case compiles a kernel. test_triton_mutants.py
+# executes the two-shot all-reduce of two ranks in make test.
 SOME = ((4, "all_reduce", "ring", BF16, "AVG"),)
 MORE = (
     (2, "all_reduce", "one_shot", F32, "SUM"),
@@ -115,20 +115,20 @@ MORE = (
     ("ranks", "name", "algorithm", "dtype", "op"), (*SOME, *MORE) if ALL else SOME
 )
 def test_collectives_are_exact(devices, ranks, name, algorithm, dtype, op):
-    """Of four ranks two share each launch; fewer have a kernel each."""
+    """With four ranks two share each launch; with fewer ranks each has a kernel of its own."""
     world = devices.world(ranks, range(2 if ranks == 4 else ranks), OPTIONS)
 
     def body(comm: Communicator) -> None:
         for count, memory in zip(COUNTS, MEMORIES, strict=True):
             CHECKS[name](comm, Case(count, dtype, op, memory, algorithm))
-        if algorithm == "one_shot":  # zero copy begins at 16 KiB of a slice
+        if algorithm == "one_shot":  # zero copy needs a slice of 16 KiB
             CHECKS[name](comm, Case(36_000 // dtype.itemsize, dtype, op, "heap", algorithm))
 
     devices.run(world, body)
 
 
 class _AllFast:
-    """Fast calls, all of which must be fast."""
+    """The compiled calls, each of which must take the fast path."""
 
     def __init__(self, calls: Any) -> None:
         self._calls = calls
@@ -142,14 +142,14 @@ class _AllFast:
 
 
 def _launches(devices, world, gpu: PtxLauncher, calls: Any, way: str) -> list[bytes]:
-    """The parameters of the launches of all ranks' calls, made by Triton, from Python or fast."""
+    """Returns the launch parameters of all ranks' calls, made by Triton, from Python or fast."""
     begin = len(gpu.parameters), len(gpu.launched)
 
     def body(comm: Communicator) -> None:
         compiled = comm.engine.compiled
         if way != "triton":
             comm.engine.compiled = _AllFast(compiled) if way == "fast" else None
-        with devices.emulated.on_device(comm.rank):  # else the driver refuses a fast call
+        with devices.emulated.on_device(comm.rank):  # otherwise the driver refuses a fast call
             calls(comm)
         comm.engine.compiled = compiled
         comm.engine.finish_host_side()
@@ -157,7 +157,7 @@ def _launches(devices, world, gpu: PtxLauncher, calls: Any, way: str) -> list[by
     with triton.knobs.runtime.scope():
         if way == "triton":
             triton.knobs.runtime.launch_enter_hook = lambda *_: None
-        # No call is fast where torch's operations are in stream order.
+        # No call is fast where torch's operations follow the order of streams.
         world.run(body) if way == "fast" else devices.run(world, body)
     made = gpu.parameters[begin[0] :]
     assert len(gpu.launched) - begin[1] == (len(made) if way == "triton" else 0)
@@ -186,7 +186,7 @@ def test_what_is_launched_without_triton_gets_what_triton_passes(devices, gpu):
 
 
 def test_a_graph_replays_kernels(devices):
-    """On each rank one of its own, which advances the epochs that other calls advance, too."""
+    """Each rank has a graph, which advances the same epochs as eager calls."""
     world = devices.world(2, range(2), OPTIONS)
     runtime = devices.emulated
 
@@ -209,7 +209,7 @@ def test_a_graph_replays_kernels(devices):
 
 
 def test_calls_of_both_kinds_of_kernels_alternate(devices):
-    """Each goes on with the other's epochs."""
+    """Each kind of kernel continues with the epochs of the other."""
     world = devices.world(2, range(2), OPTIONS)
 
     def body(comm: Communicator) -> None:
@@ -228,7 +228,7 @@ WAIT_S = 0.5
 
 
 def _faults(devices: Devices, kernels: str, end: str) -> dict[int, Any]:
-    """What each rank records where rank 1 does not come, or where it makes another call."""
+    """Returns each rank's record of rank 1 not coming, or making another call."""
     options = replace(OPTIONS, kernels=kernels, timeout=WAIT_S if end == "timeout" else 60.0)
     records = {}
     with devices.new_world(2, range(2), options) as world:
@@ -251,7 +251,7 @@ def _faults(devices: Devices, kernels: str, end: str) -> dict[int, Any]:
 
 
 def _without_times(record: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Nor what says which kernels made the call."""
+    """Removes also the code of the kernels that made the call."""
     if record is None:
         return None
     kept = {name: value for name, value in record.items() if name != "waited_ms"}
@@ -283,9 +283,9 @@ def test_other_calls_are_told_apart(devices):
 
 # ---- the optimizer ------------------------------------------------------------------------------
 
-# Of shards and buckets: none, one element, turns that are not whole, and whole ones.
+# Elements of shards and buckets: none, one, partial turns, and whole turns.
 SIZES = (0, 1, 600, 5003) if ALL else (1, 5003)
-# Gradients, parameters, where the master copy lies, amsgrad, stochastic rounding: every path.
+# Gradients, parameters, kind of master copy, amsgrad, stochastic rounding: covers every path.
 KINDS = (
     (BF16, BF16, "remainder", True, False),
     (F16, F16, "fp32", False, True),
@@ -338,7 +338,7 @@ def test_norms_have_the_words_of_the_native_kernel(gpu, dtype, kind):
             assert torch.equal(native, ours), (elems, poison)
 
 
-# Ranks, kind, operator, norm, algorithm. What make test has, test_triton_mutants.py runs as well.
+# Ranks, kind, operator, norm, algorithm. test_triton_mutants.py also runs the case of make test.
 STEPS = ((2, KINDS[2], "AVG", "l2", "one_shot"),)
 MORE_STEPS = (
     (2, KINDS[0], "AVG", "l2", "one_shot"),
@@ -385,7 +385,7 @@ def test_a_step_has_the_bits_of_the_native_kernels(devices, ranks, kind, op, nor
 
 
 def test_kernels_made_of_the_library(devices, monkeypatch):
-    # To Triton it is a GPU: it executes what is compiled.
+    # Triton must take the device for a GPU, since it executes compiled code.
     monkeypatch.setattr(devices.runtime, "kind", "cuda")
     world = devices.new_world(2, range(2), replace(OPTIONS, kernels="native"))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes in the PTX of Triton's kernels: each must show in a small job, or the reason is here.
+"""Mistakes in the PTX of Triton's kernels: a small job must show each, or this file gives a reason.
 
-``make test`` has one of each kind; RINGCOMM_PTX_CHECK=all has every access that a job comes to.
+``make test`` runs one of each kind; RINGCOMM_PTX_CHECK=all runs every access that a job executes.
 """
 
 import json
@@ -40,8 +40,8 @@ SOME = (
     ("one_shot", ONE_WARP_LESS),
 )
 
-# Patterns of accesses of which no job shows that they are gone, and why. None of those is the only
-# order between data and the signal that they are there, or have been read.
+# Patterns of accesses whose removal no job shows, and the reasons. None of these accesses is the
+# only order between data and the signal that the data has arrived or has been read.
 SURVIVORS = {
     r"(acquire|exchange) of (begin_call|begin_kernel|end_call) ": (
         "of the abort words, which say something to a call that fails alone; that data are read "
@@ -77,7 +77,7 @@ SURVIVORS = {
         "of words of the block's own, which are read behind the two barriers of an atomic operation"
     ),
 }
-# And those that only a long wait comes to, so that a job may or may not.
+# Accesses that only a long wait executes, so a job may or may not show their removal.
 LONG_WAITS = {
     r"acquire of (reason_to_give_up|word_of_host_acquire_sys) ": "of words that stay 0 here",
     r"barrier (before|behind) the acquire of (reason_to_give_up|word_of_host_acquire_sys) ": (
@@ -103,7 +103,7 @@ def _outcomes(tasks: Iterable[Mutant]) -> dict[Mutant, Any]:
 
 
 def _unseen(tasks: list[Mutant]) -> list[Mutant]:
-    """Those that need to be seen and are not."""
+    """Returns the mutants that must be shown and are not."""
 
     def outcomes(left: list[Mutant]) -> dict[Mutant, Any]:
         found = _outcomes(left)
@@ -114,7 +114,7 @@ def _unseen(tasks: list[Mutant]) -> list[Mutant]:
 
 
 def _reached(outcomes: dict[Mutant, Any]) -> dict[str, list[str]]:
-    """By job, the accesses that it came to with nothing changed, when all was well."""
+    """Returns, by job, the accesses that the unchanged job executed, which must have succeeded."""
     unchanged = {job: found for (job, mutant), found in outcomes.items() if not mutant}
     assert [found for found in unchanged.values() if not isinstance(found, list)] == []
     return unchanged

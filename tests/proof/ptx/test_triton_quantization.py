@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton compiles of quantization, executed, has the host's bits.
+"""Quantization as Triton compiles it, executed, has the host's bits.
 
-As kernels of one's own are compiled: products and sums may become one operation there.
+It is compiled like users' kernels, where products and sums may be fused.
 """
 
 import os
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler"),
 ]
 
-# For sm_90 Triton makes of int4 what the interpreter of PTX does not know (stmatrix).
+# For sm_90 Triton compiles int4 to an instruction that the PTX interpreter lacks (stmatrix).
 CAPABILITIES = {"fp8": 90, "int4": 80}
 if os.environ.get("RINGCOMM_PTX_CHECK") == "all":
     CAPABILITIES["int8"] = 90

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accesses in the PTX of a Triton kernel that order memory, by the functions they come from.
+"""Lists the accesses in a Triton kernel's PTX that order memory, by the functions of the source.
 
 Triton says which line of kernels/tl each instruction comes from, and where that function was
 inlined. Barriers with nothing but arithmetic between them count as one: those of
@@ -25,7 +25,7 @@ _KINDS = {
 _MEMORY = re.compile(r"\b(?:ld|st|atom|red)\.(?!param|weak\.param)|\b(?:bra|call|ret)\b|^\$\S+:")
 _LOC = re.compile(r"\.loc\s+(\d+ \d+ \d+)(?:, function_name \S+, inlined_at (\d+ \d+ \d+))?")
 _FILE = re.compile(r'\.file\s+(\d+) "([^"]*)"')
-# Of these the caller is what an access is known by.
+# An access in one of these functions is named by the function's caller.
 _SPELLINGS = (
     *("load_acquire_sys", "exchange_release_sys", "load_acquire_gpu", "is_aborted", "get"),
     *("of_peer", "publish_release_sys", "signal_release_sys", "wait_acquire_sys", "release_sys"),
@@ -33,7 +33,7 @@ _SPELLINGS = (
 
 
 def accesses(text: str) -> dict[str, list[int]]:
-    """The lines of each access of a text: all copies of what the source has once."""
+    """Returns the lines of each access of a text; copies of a source access belong together."""
     found: dict[str, list[int]] = {}
     barriers: list[int] = []
     ordered = told = ""  # the last access that orders memory; and where the barriers are said to be
@@ -50,7 +50,7 @@ def accesses(text: str) -> dict[str, list[int]]:
         if kind in _KINDS:
             found.setdefault(access, []).append(number)
             ordered = access
-        elif kind != "shared":  # in which one lane tells the others what it has loaded
+        elif kind != "shared":  # by shared memory one lane gives the others the value it has loaded
             ordered = ""
     for access in [each for each in found if each.startswith("release of ")]:
         found[f"all barriers of the {access}"] = _barriers_of(found, access)
@@ -58,14 +58,14 @@ def accesses(text: str) -> dict[str, list[int]]:
 
 
 def _barriers_of(found: dict[str, list[int]], release: str) -> list[int]:
-    """Those of the function that releases: each may order what another one orders as well."""
+    """Returns the releasing function's barriers: one of them may order what another orders."""
     function = release.split()[2]
     named = re.compile(rf"barrier (?:before the release of|in|in set_of_peer in) {function}\b")
     return sorted(line for access in found if named.match(access) for line in found[access])
 
 
 def _ordered(text: str) -> Iterator[tuple[int, str, str]]:
-    """The number, kind and name of each line that is of a kind, or accesses memory."""
+    """Yields number, kind and name of each line that has a kind or accesses memory."""
     files = {number: Path(name).name for number, name in _FILE.findall(text)}
     around: dict[str, tuple[str, ...]] = {}
     chain: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ def _function_at(files: dict[str, str], location: str) -> str:
 
 @cache
 def _functions(name: str) -> dict[int, str]:
-    """The innermost function of each line of a file of kernels/tl, or of tests/tl."""
+    """Returns the innermost function of each line of a file of kernels/tl or of tests/tl."""
     paths = [folder / name for folder in (ROOT / "kernels" / "tl", ROOT / "tests" / "tl")]
     path = next((each for each in paths if each.exists()), None)
     if path is None:
@@ -101,7 +101,7 @@ def _functions(name: str) -> dict[int, str]:
 
 
 def without(text: str, lines: list[int]) -> str:
-    """The text, in which the lines do the same without ordering anything."""
+    """Returns the text with the given lines replaced by instructions that do not order memory."""
     all_lines = text.splitlines()
     for line in lines:
         before = all_lines[line - 1]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small jobs of Triton's kernels on an emulated device, with mistakes in the PTX of the kernels.
+"""Small jobs of Triton's kernels on an emulated device, with mistakes in the kernels' PTX.
 
-Run as a program it reads lines ``[job, mutant]`` in JSON and writes one ``[job, mutant, outcome]``
-for each, in any order. A job is done in a process of its own, since a kernel that fails spoils its
-process; it is forked off one that has Triton loaded. The mutant "" is none: the outcome is then a
-list of the accesses that were come to. Else it is "right", or says what went wrong.
+As a program, this module reads lines ``[job, mutant]`` in JSON and writes ``[job, mutant,
+outcome]`` for each, in any order. Each job runs in a process of its own, since a failed kernel
+spoils its process. The process is forked from a process that has loaded Triton. The mutant ""
+changes nothing, and its outcome is the list of executed accesses. Any other outcome is "right" or
+the failure.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from tests.tl.test_device_library import _rounds as check_rounds
 from tests.tl.test_device_library import _shift as check_shift
 
 AT_ONCE = 2
-# Of a job; one with no mistake may have to compile its kernels.
+# Limits of a job. A job without a mistake may have to compile its kernels.
 LIMIT_S, COMPILES_LIMIT_S = 60.0, 600.0
 OPTIONS = replace(QUICK, kernels="triton", segment_bytes=512, slots=2, timeout=60.0)
-# For a kernel with a mistake, which may wait in vain.
+# For a kernel with a mistake, which may wait forever.
 SHORT_S = 5.0
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -55,7 +56,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 def _sums(
     devices: Devices, wait_s: float, algorithm: str, ranks: int, calls: list[tuple[int, str]]
 ) -> None:
-    """In memory, each rank with a device and a kernel of its own."""
+    """Sums in each kind of memory; each rank has a device and a kernel of its own."""
 
     def body(comm: Communicator) -> None:
         comm.timeout = wait_s
@@ -70,14 +71,14 @@ def _sums(
 
 
 def allow_all(memory: Memory) -> None:
-    """Lets kernels use all of a bucket's memory."""
+    """Lets kernels use all of the bucket's memory."""
     for tensor in (*memory.tensors.values(), *vars(memory).values()):
         if isinstance(tensor, torch.Tensor):
             ptx.allow(tensor)
 
 
 def _steps(devices: Devices, wait_s: float) -> None:
-    """Steps of each form against the native kernels of the host, each looked at when it is over."""
+    """Takes steps of each form, and compares each with the native kernels of the host."""
     options = replace(OPTIONS, segment_bytes=4096)
     case, ranks = Case(5003, F32, F32, "own", True, op="AVG"), 2
     forms = ("one pass", "norm", "update", "one pass")
@@ -111,7 +112,7 @@ def _steps(devices: Devices, wait_s: float) -> None:
 
 @contextmanager
 def open_context(comm: Communicator, blocks: int) -> Iterator[Any]:
-    """A context whose launches may use the tensors that are passed, and nothing else."""
+    """Yields a context whose launches may use only the tensors that they get."""
     from ringcomm import tl as rc
 
     class Context(rc.Context):
@@ -135,12 +136,12 @@ def _library(devices: Devices, wait_s: float) -> None:
             check_shift(context, device_kernels, BF16)
 
     assert devices.emulated is not None
-    devices.emulated.kind = "cuda"  # to Triton, since it executes what is compiled
+    devices.emulated.kind = "cuda"  # Triton must take the device for a GPU
     with devices.new_world(2, (0, 1), replace(OPTIONS, kernels="native")) as world:
         devices.run(world, body)
 
 
-# Through slots, and at last where peers read what lies in the heap.
+# Calls through slots, and at last calls where peers read the heap in place.
 _SMALL = [(3011, "plain"), (3011, "heap"), (2005, "mixed"), (3011, "unaligned")]
 _LARGE = [(18_500, "heap"), (18_501, "heap")]
 JOBS: dict[str, Callable[[Devices, float], None]] = {
@@ -149,7 +150,7 @@ JOBS: dict[str, Callable[[Devices, float], None]] = {
     "steps": _steps,
     "library": _library,
 }
-# Mistakes that are not an access without its order: a pattern of the text, and what it becomes.
+# Other mistakes than an access without its order: a pattern of the text, and the replacement.
 EDITS = {
     "a vector a word too far": (r"(\bld\.global\.v4\.b32 .*) \+ 0 \]", r"\1 + 4 ]"),
     "a signal's other operand": (
@@ -165,7 +166,7 @@ ONE_WARP_LESS = "a warp less"
 
 
 def changed(text: str, mutant: str) -> str:
-    """The mutant of a text; the text itself, where it has nothing of the kind."""
+    """Returns the mutant of a text, or the same text if the mutant does not apply."""
     if mutant in EDITS:
         return re.sub(*EDITS[mutant], text)
     return without(text, accesses(text).get(mutant, []))
@@ -196,7 +197,7 @@ def _outcome(job: str, mutant: str) -> str | list[str]:
 
 
 def _do(job: str, mutant: str, path: Path) -> None:
-    """In a process of its own."""
+    """Runs a job in this process, which is its own."""
     refused: list[str] = []
     sys.unraisablehook = lambda seen: refused.append(f"{seen.exc_value!r}")
     try:
@@ -206,7 +207,7 @@ def _do(job: str, mutant: str, path: Path) -> None:
     if refused:
         outcome = f"REFUSED: {refused}"
     path.write_text(json.dumps(outcome))
-    os._exit(0)  # after a failure of a kernel the device cannot be given back
+    os._exit(0)  # after a kernel has failed, the device cannot be closed
 
 
 def main() -> None:
