@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An interpreter of PTX, for kernels that no GPU is there to run.
+"""An interpreter of PTX, which runs kernels without a GPU.
 
-It takes the text that NVRTC and Triton emit for sm_90, refuses by name what it does not know, and
+It takes the text that NVRTC and Triton emit for sm_90, refuses unknown instructions by name, and
 runs kernels lane by lane under the weakest memory that PTX allows: a missing acquire, release,
-fence or barrier fails each time. `docs/cuda.md`, "What the PTX shows", lists what it finds and what
-it cannot find.
+fence or barrier fails each time. `docs/cuda.md`, "What the PTX shows", lists the mistakes that it
+finds and those that it cannot find.
 
-A kernel is run in three steps::
+Running a kernel takes three steps::
 
     module = ptx_interpreter.load(text)
     ptx_interpreter.allow(tensor)  # the memory that kernels may use
     failed = ptx_interpreter.run(module, "kernel", parameters, grid=(2, 1), threads=64)
 
-``failed`` says what the kernel did wrong, and where in the text. Kernels of the process end then,
-until :func:`forget`.
+``failed`` says what the kernel did wrong, and where in the text. From then on all kernels of the
+process end at once, until :func:`forget`.
 
 A driver embeds the interpreter by its interface in C (``source/interpreter.h``): it links
 ``build.LIBRARY``, has its own memory served (``ptx_serve``), and says when a stream or the host has

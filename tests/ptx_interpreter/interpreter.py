@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of the interpreter in Python: see ``source/interpreter.h``."""
+"""The Python interface of the interpreter: see ``source/interpreter.h``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _WATCHER = CFUNCTYPE(None)
 
 
 class PtxSchedule(ctypes.Structure):
-    """In which order the warps and lanes of a kernel run: see ``source/warp.h``.
+    """The order in which the warps and lanes of a kernel run: see ``source/warp.h``.
 
     Attributes:
         seed: the order of the warps of a block: 0 upwards, 1 downwards, else random.
-        no_progress_in_a_warp: a lane may wait for another one of its own warp for good.
-        even_are_late: the blocks of even ranks nap before they look what they wait for, and before
+        no_progress_in_a_warp: a lane may wait forever for another lane of its own warp.
+        even_are_late: the blocks of even ranks nap before they look for awaited data, and before
             they end.
-        replicates_reads: several threads of a block may read what one of them stores, as in
-            Triton's kernels.
+        replicates_reads: several threads of a block may read an element that one of them stores, as
+            in Triton's kernels.
         counts_trips: the trips to memory of each launch are counted: see :func:`trips`.
     """
 
@@ -78,14 +78,14 @@ def _library() -> ctypes.CDLL:
 
 
 class RefusedError(RuntimeError):
-    """A text has something that the interpreter does not know."""
+    """A text contains something that the interpreter does not know."""
 
 
 def load(text: str) -> int:
-    """Returns the handle of the module that the text is.
+    """Loads a module from PTX text; returns its handle.
 
     Raises:
-        RefusedError: the text has something that the interpreter does not know.
+        RefusedError: the text contains something that the interpreter does not know.
     """
     handle = _library().ptx_load(text.encode())
     if not handle:
@@ -103,7 +103,7 @@ def run(
     shared_bytes: int = 0,
     schedule: PtxSchedule | None = None,
 ) -> str | None:
-    """Runs a kernel to its end, in this thread; returns what it did wrong, or None.
+    """Runs a kernel to its end, in this thread; returns its mistake, or None.
 
     Args:
         module: what :func:`load` returned.
@@ -122,7 +122,7 @@ def run(
 
 
 def failure() -> str | None:
-    """Returns what the first kernel that failed did, and where, until :func:`forget`."""
+    """Returns the mistake of the first kernel that failed, and its place, until :func:`forget`."""
     text = _library().ptx_failure()
     return text.decode() if text else None
 
@@ -133,7 +133,7 @@ def forget() -> None:
 
 
 def reached(module: int) -> list[int]:
-    """Returns the lines of a module's text that order memory and that kernels have come to."""
+    """Returns the lines of a module's text that order memory and that kernels have executed."""
     room = _library().ptx_reached(module, None, 0)
     lines = (c_uint32 * room)()
     _library().ptx_reached(module, lines, room)
@@ -150,7 +150,7 @@ def trips(module: int, kernel: str) -> int:
 
 
 def be_strict(strict: bool) -> None:
-    """Sets whether kernels may use only memory that is allowed, or any of the process."""
+    """Sets whether kernels may use only allowed memory, or all memory of the process."""
     _library().ptx_be_strict(int(strict))
 
 
@@ -161,15 +161,15 @@ def allow(tensor: torch.Tensor) -> None:
 
 
 def forget_allowed() -> None:
-    """Takes back what :func:`allow` gave, of tensors that are no more."""
+    """Withdraws all memory that :func:`allow` gave."""
     _library().ptx_forget_allowed()
 
 
 @contextmanager
 def watching(word_ptr: int, look: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``look`` is called when a kernel has stored the word, before it does anything else.
+    """Inside, ``look`` is called when a kernel has stored the word, before the block's next step.
 
-    What is in memory then is what others may see. ``look`` must not raise.
+    At this time other observers may see the current contents of memory. ``look`` must not raise.
     """
     function = _WATCHER(look)
     _library().ptx_watch(word_ptr, function)

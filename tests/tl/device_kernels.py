@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of a user of ``ringcomm.tl``, as test_device_library.py runs and compiles them.
+"""Kernels of a user of ``ringcomm.tl``, which test_device_library.py runs and compiles.
 
-The words of a kernel are int32 [rows, world] in symmetric memory. Word [row, p] is written by rank
-p; those of the own rank count.
+The words of a kernel are int32 [rows, world] in symmetric memory. Rank p writes word [row, p]; the
+rank's own words are counters.
 """
 
 import triton
@@ -18,13 +18,13 @@ CONSUMED = tl.constexpr(1)
 def shift_kernel(
     table, timeout_ns, inboxes, words, source, target, count, DTYPE: tl.constexpr, G: tl.constexpr
 ):
-    """Rank r's ``source`` to rank r + 1, which takes it out of its inbox into ``target``."""
+    """Sends rank r's ``source`` to rank r + 1, which copies it from its inbox into ``target``."""
     ws, status = rc.begin_kernel(table, tl.program_id(0), timeout_ns, G)
     me = rc.rank_of(ws)
     after = rc.peer_at(ws, 1, G)
     before = rc.peer_at(ws, G.world - 1, G)
     epoch = rc.advance_epoch(rc.word_of(words, me, ARRIVED, me, G))
-    # The inbox of the last call has been emptied.
+    # Waits until the last call's data has left the inbox.
     emptied = rc.word_of(words, me, CONSUMED, after, G)
     status = rc.wait_acquire_sys(ws, emptied, after, epoch - 1, 0, status, G)
     if status == 0:
@@ -42,7 +42,7 @@ def shift_kernel(
 def gather_kernel(
     table, timeout_ns, copies, words, target, count, DTYPE: tl.constexpr, G: tl.constexpr
 ):
-    """Every rank's copy, one after another; a block for every part of them."""
+    """Copies every rank's data, one rank after another; each block copies a part."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     block = tl.program_id(0)
     ws, status = rc.begin_kernel(table, block, timeout_ns, G)
@@ -59,7 +59,7 @@ def gather_kernel(
 
 @triton.jit
 def rounds_kernel(table, timeout_ns, cells, words, sums, ROUNDS: tl.constexpr, G: tl.constexpr):
-    """In every round each rank tells all others a number, and sums what it was told in FP32.
+    """In every round each rank sends all others a number, and sums the received numbers in FP32.
 
     ``cells`` is FP32 [blocks, world], ``sums`` bfloat16 [blocks, rounds].
     """
@@ -85,7 +85,7 @@ def rounds_kernel(table, timeout_ns, cells, words, sums, ROUNDS: tl.constexpr, G
 
 @triton.jit
 def relay_kernel(table, timeout_ns, word, data, out, value, G: tl.constexpr):
-    """Block 0 stores a value and says so; the others add their index to it."""
+    """Block 0 stores a value and signals it; the other blocks add their index to it."""
     block = tl.program_id(0)
     ws, status = rc.begin_kernel(table, block, timeout_ns, G)
     epoch = rc.advance_epoch(word + 64 * (block + 1))
@@ -102,7 +102,7 @@ def relay_kernel(table, timeout_ns, word, data, out, value, G: tl.constexpr):
 
 @triton.jit
 def lonely_kernel(table, timeout_ns, word, G: tl.constexpr):
-    """Waits for rank 1, which says nothing."""
+    """Waits for rank 1, which never signals."""
     ws, status = rc.begin_kernel(table, tl.program_id(0), timeout_ns, G)
     if rc.rank_of(ws) == 0:
         status = rc.wait_acquire_sys(ws, word + 0, 1, 7, 3, status, G)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks whose Triton kernels run in Triton's interpreter, and their contexts of ``ringcomm.tl``."""
+"""Ranks that run Triton kernels in Triton's interpreter, and their contexts of ``ringcomm.tl``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from ringcomm import CommOptions, Communicator
 from tests.support import ranks
 
-# In worlds of this size, and there alone, the interpreter looks whether each sum and product of 32
-# bits overflows: every collective and step has such a world, and the looks are a third of the time.
+# Only in worlds of this size the interpreter checks each 32-bit sum and product for overflow. Every
+# collective and step has such a world, and the checks take a third of the time.
 WORLD_THAT_CHECKS_OVERFLOW = 3
 LIMIT_S = 100.0
 
 
 class Ranks(ranks.Ranks):
-    """Forks of a process in which Triton and the kernels are loaded for the interpreter."""
+    """Ranks as forks of a process that has loaded Triton and the kernels for the interpreter."""
 
     server = ForkServer()
     server.set_forkserver_preload(["tests.tl.preloaded"])
@@ -27,19 +27,19 @@ class Ranks(ranks.Ranks):
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = LIMIT_S
 ) -> list[Any]:
-    """Does what ``ranks.run_ranks`` does, with these ranks."""
+    """Does the same as ``ranks.run_ranks``, with these ranks."""
     return ranks.run_ranks(fn, world_size, *args, timeout_s=timeout_s, kind=Ranks)
 
 
 def check_overflow(checks: bool) -> None:
-    """Has the interpreter look whether sums and products overflow, or not."""
+    """Sets whether the interpreter checks sums and products for overflow."""
     from triton.runtime.interpreter import interpreter_builder
 
     interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=checks)
 
 
 def connect(store: Any, rank: int, world: int, name: str = "world", **options: Any) -> Communicator:
-    """A communicator of processes, whose kernels are Triton's unless a call says otherwise."""
+    """Returns a process's communicator, with Triton's kernels unless a call chooses others."""
     check_overflow(world == WORLD_THAT_CHECKS_OVERFLOW)
     usual = {"timeout": 40.0, "segment_bytes": 4096, "kernels": "triton"}
     chosen = CommOptions(**{**usual, **options})
@@ -49,7 +49,7 @@ def connect(store: Any, rank: int, world: int, name: str = "world", **options: A
 def open_context(
     store: Any, rank: int, world: int, timeout: float = 30.0, blocks: int | None = None
 ) -> tuple[Communicator, Any, Any]:
-    """A communicator with native collectives, a context on it, and ``ringcomm.tl``."""
+    """Returns a communicator with native collectives, a context on it, and ``ringcomm.tl``."""
     comm = connect(store, rank, world, kernels="native", timeout=timeout)
     from ringcomm import tl
 
@@ -59,12 +59,12 @@ def open_context(
 def run_kernel(
     context: Any, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any
 ) -> None:
-    """A launch of a kernel that begins and ends as all do."""
+    """Launches a kernel with the arguments that all kernels begin and end with."""
     context.launch(
         kernel, grid, context.table_ptr, context.timeout_ns, *args, G=context.geometry, **constants
     )
 
 
 def no_wait(ws: Any, word: Any, peer: Any, epoch: Any, step: Any, status: Any, G: Any) -> Any:
-    """In place of wait_acquire_sys(), for negative controls."""
+    """Replaces wait_acquire_sys() in negative controls."""
     return status

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that only tests need."""
+"""Kernels that only the tests use."""
 
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ from ringcomm._tl.words import channel_line, header_at, link_line, slot_at, word
 
 @triton.jit
 def offsets_kernel(out, stream, channel, peer, epoch, G: tl.constexpr):
-    """Offsets of a signal, epoch and channel line, a slot and a header, as the library has them."""
+    """Stores the library's offsets of a signal, epoch and channel line, a slot and a header."""
     zero = tl.full((), 0, tl.int64)
     found = word64(zero + out)
     tl.store(found, link_line(zero, 0, stream, channel, peer, G))
@@ -30,7 +30,7 @@ def offsets_kernel(out, stream, channel, peer, epoch, G: tl.constexpr):
 
 @triton.jit
 def chunks_kernel(out, total_bytes, chunk_bytes, rank, channel, G: tl.constexpr):
-    """Stores where a channel's slice of a chunk begins, and its size."""
+    """Stores the begin of a channel's slice of a chunk, and its size."""
     zero = tl.full((), 0, tl.int64)
     begin, size = chunk_of(zero, total_bytes + zero, chunk_bytes + zero, rank + zero)
     begin, size = slice_of(begin, size, channel + zero, G)
@@ -40,7 +40,7 @@ def chunks_kernel(out, total_bytes, chunk_bytes, rank, channel, G: tl.constexpr)
 
 @triton.jit
 def rounds_kernel(out, total_bytes, chunk_bytes, channel, G: tl.constexpr):
-    """Stores the rounds of a ring on a channel."""
+    """Stores the number of rounds of a ring on a channel."""
     zero = tl.full((), 0, tl.int64)
     chunks = (zero, total_bytes + zero, chunk_bytes + zero)
     tl.store(word64(zero + out), most_pieces(chunks, channel + zero, G))
@@ -50,7 +50,7 @@ def rounds_kernel(out, total_bytes, chunk_bytes, channel, G: tl.constexpr):
 def quantize_kernel(
     out, source, elems, DTYPE: tl.constexpr, BLOCKS: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """A quantized run of numbers, BLOCKS blocks a program."""
+    """Quantizes a run of numbers, BLOCKS blocks per program."""
     zero = tl.full((), 0, tl.int64)
     first = tl.program_id(0) * BLOCKS
     here = (first + tl.arange(0, BLOCKS)[:, None]) * 128 + tl.arange(0, 128)[None, :]
@@ -64,7 +64,7 @@ def dequantize_and_sum_kernel(
     out, source, elems, stride, COUNT: tl.constexpr, DIVISOR: tl.constexpr, DTYPE: tl.constexpr,
     BLOCKS: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """The sum of COUNT quantized runs, ``stride`` bytes apart, in order, divided unless by 1."""
+    """Sums COUNT quantized runs, ``stride`` bytes apart, in order; divides unless by 1."""
     zero = tl.full((), 0, tl.int64)
     first = tl.program_id(0) * BLOCKS
     values, words = load_quantized(source, elems, first, BLOCKS, FORMAT)
@@ -80,7 +80,7 @@ def dequantize_and_sum_kernel(
 
 @triton.jit
 def sum_kernel(target, first, stride, count, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """Sums up sources that lie ``stride`` bytes apart, as the collectives do."""
+    """Sums sources that are ``stride`` bytes apart, as the collectives do."""
     sources = (first,)
     for i in tl.static_range(1, COUNT):
         sources += (first + i * stride,)  # type: ignore[assignment]
@@ -89,7 +89,7 @@ def sum_kernel(target, first, stride, count, COUNT: tl.constexpr, DTYPE: tl.cons
 
 @triton.jit
 def serial_sum_kernel(target, first, stride, count, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """The same with sources that await one another."""
+    """Sums as sum_kernel does, but each load waits behind a barrier for the previous source."""
     BLOCK: tl.constexpr = 2048
     lanes = tl.arange(0, BLOCK)
     for i in range(0, count, BLOCK):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modules that a process imports before it forks ranks whose kernels are interpreted.
 
-Triton looks whether it shall interpret a function when the function is defined.
+Triton decides whether to interpret a function when the function is defined.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tests.tl.interpreter import check_overflow
 __all__ = ["adamw_launch", "device_kernels", "kernels", "tl"]
 
 check_overflow(False)
-# Ranks that wait poll less often than those of users: there are more of them than cores.
+# Waiting ranks poll less often than users' ranks, since there are more ranks than cores.
 vars(hooks)["_PAUSE_S"] = 8e-3
-# Triton parses a function when it is first called; this once does for all ranks.
+# Triton parses a function at its first call; parsing here serves all ranks.
 for name, module in list(sys.modules.items()):
     if name.startswith(("ringcomm._tl.", "tests.tl.", "triton.language.")):
         for each in list(vars(module).values()):
             if isinstance(each, InterpretedFunction):
                 each.rewrite()
-# As of those before: a rank that collects garbage would copy their pages.
+# Freezes the objects made so far: a rank that collects garbage would copy their pages.
 gc.collect()
 gc.freeze()

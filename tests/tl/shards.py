@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket as an optimizer step needs it, and both kinds of kernels' steps on equal copies."""
+"""A bucket for optimizer steps, and steps by native and Triton kernels on equal copies of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARAMS = 6
 ACTIVE = (1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
 STEPS = (0.0, 5.0, 3.0, 100.0, 1e6, 0.0)
 L2, AMSGRAD, MAXIMIZE = (_native.ADAMW_FLAGS[name] for name in ("l2", "amsgrad", "maximize"))
-# lr, betas, eps, weight decay, flags: every path of the update, with beta1 on both sides of 1/2.
+# lr, betas, eps, weight decay, flags: every path of the update, with beta1 below and above 1/2.
 HYPER = (
     (1e-2, 0.9, 0.999, 1e-8, 0.1, 0),
     (1e-2, 0.5, 0.99, 1e-8, 0.1, L2 | AMSGRAD),
@@ -43,7 +43,7 @@ class Case:
 
 
 def make_factors(amsgrad: bool) -> Tensor:
-    """Returns what prepare_adamw() makes of six parameters, one of which takes no step."""
+    """Returns prepare_adamw()'s factors for six parameters; one parameter takes no step."""
     known = L2 | MAXIMIZE | (AMSGRAD if amsgrad else 0)
     hyper = [[*row[:-1], row[-1] & known] for row in HYPER]
 
@@ -65,23 +65,23 @@ def make_factors(amsgrad: bool) -> Tensor:
 
 
 def make_segments(elems: int) -> Tensor:
-    """Six parameters of random sizes, in order, with padding between them and behind."""
+    """Returns six parameters of random sizes, in order, with padding between and behind them."""
     cuts, _ = torch.randint(0, elems + 1, (2 * PARAMS,)).sort()
     return torch.cat([cuts.view(PARAMS, 2), torch.arange(PARAMS)[:, None]], dim=1).contiguous()
 
 
 def wide_range(elems: int, most: int = 5) -> Tensor:
-    """FP32 numbers of many magnitudes."""
+    """Returns FP32 numbers of many magnitudes."""
     return torch.randn(elems) * 10.0 ** torch.randint(-most, most, (elems,))
 
 
 class Memory:
-    """One rank's copy of all that a step reads and writes.
+    """One rank's copy of all data that a step reads and writes.
 
     Args:
-        case: what it is like.
-        rank: of whom.
-        world: how many share the bucket.
+        case: the form of the bucket and of its kernels.
+        rank: the rank.
+        world: the number of ranks that share the bucket.
         hostile: gradients and state hold NaN, infinities, zeros and subnormal numbers too.
         device: whose heap has the bucket, as ``ringcomm.empty`` names it.
     """
@@ -89,7 +89,7 @@ class Memory:
     def __init__(
         self, case: Case, rank: int, world: int, hostile: bool = False, device: str = "cpu"
     ) -> None:
-        torch.manual_seed(case.elems)  # the same on all ranks, but for the gradients
+        torch.manual_seed(case.elems)  # equal on all ranks, except for the gradients
         n = case.elems
         self.case, self.factors = case, make_factors(case.amsgrad)
         self.segments = make_segments(n)
@@ -107,7 +107,7 @@ class Memory:
         grads = wide_range(n, 20 if hostile else 2).to(case.grad)
         if hostile:
             grads[3], grads[400], grads[20:30] = float("nan"), float("inf"), 0.0
-        # An empty tensor has no address, but an empty bucket lies somewhere.
+        # An empty tensor has no address, but an empty bucket has one.
         room = partial(ringcomm.empty, max(n, 1), device=device)
         self.params = room(dtype=case.param)[:n].copy_(params)
         self.grads = room(dtype=case.grad)[:n].copy_(grads)
@@ -131,7 +131,7 @@ class Memory:
         self.results = torch.tensor([self.ptr("out"), self.ptr("words")])
 
     def ptr(self, name: str) -> int:
-        """Returns a tensor's address, or 0 where there is none."""
+        """Returns a tensor's address, or 0 without such a tensor."""
         return self.tensors[name].data_ptr() if name in self.tensors else 0
 
     def _shard(self) -> _native.AdamWShard:
@@ -155,7 +155,7 @@ class Memory:
         )
 
     def kind(self, op: str, world: int) -> Any:
-        """Returns the kind of shard that Triton compiles the kernel for."""
+        """Returns the kind of shard for which Triton compiles the kernel."""
         from ringcomm._tl.adamw_launch import shard_kind
 
         case = self.case
@@ -171,7 +171,7 @@ class Memory:
 
 
 def differences(ours: Memory, native: Memory) -> list[tuple[str, int]]:
-    """Tensors that differ in some bit, and in how many elements; any NaN is like any other."""
+    """Returns tensors that differ in a bit, and the number of such elements; all NaN are equal."""
     found = []
     for name, tensor in ours.tensors.items():
         other = native.tensors[name]
@@ -185,7 +185,7 @@ def differences(ours: Memory, native: Memory) -> list[tuple[str, int]]:
 
 
 class Steps:
-    """The three collectives of a step by native and by Triton kernels."""
+    """The three collectives of a step, by native and by Triton kernels."""
 
     def __init__(self, comm: ringcomm.Communicator, algorithm: str) -> None:
         self._comm = comm
@@ -202,7 +202,7 @@ class Steps:
         self._comm.engine.start_call(Call(name, run, []))
 
     def norm(self, of: Memory, kernels: str, kind: str, accumulate: bool) -> None:
-        """reduce_scatter_norm into ``out`` and ``words``."""
+        """Runs reduce_scatter_norm into ``out`` and ``words``."""
         case, code = of.case, _native.GRAD_NORM_KINDS[kind]
         grads = of.grads_ptr
         if kernels == "native":

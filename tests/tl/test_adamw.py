@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's Triton kernels in Triton's interpreter, bit by bit against the native ones."""
+"""The optimizer's Triton kernels in Triton's interpreter, compared bit by bit with native ones."""
 
 import math
 import time
@@ -25,7 +25,7 @@ from tests.tl.shards import Case, Memory, Steps, differences, wide_range
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-# Each way to keep the master copy and to round, with every type somewhere.
+# Each kind of master copy and of rounding; each type occurs.
 KINDS = (
     (F32, F32, "own", False, False),
     (BF16, F32, "own", True, False),
@@ -38,7 +38,7 @@ KINDS = (
 
 
 def _quiet():
-    """NumPy, of which the interpreter is made, warns of infinities and NaN that are meant."""
+    """Silences NumPy, on which the interpreter runs: infinities and NaN are intended here."""
     warnings.simplefilter("ignore", RuntimeWarning)
 
 
@@ -47,7 +47,7 @@ def _shards(store, rank, world):
 
     _quiet()
     wrong, changed = [], 0
-    # Parameters of whole turns for every other kind; all kinds have turns that are not whole.
+    # Every other kind gets parameters of whole turns; all kinds get turns that are not whole.
     sizes = (1303, 5003)
     cases = [Case(sizes[turn % 2 == 0], *kind) for turn, kind in enumerate(KINDS)]
     cases += [Case(n, *kind) for kind in KINDS[1::2] for n in in_test_all(5003)]
@@ -75,7 +75,7 @@ def _norms(store, rank, world):
     _quiet()
     wrong = []
     torch.manual_seed(0)
-    # The type matters where numbers are loaded, the size where turns begin and end.
+    # The dtype affects only loads, the size only the turns, so not all pairs are tested.
     sizes = [(9 * 512 + 3, dtype) for dtype in (F32, BF16, F16)] + [(n, F32) for n in (0, 1, 600)]
     for elems, dtype in sizes:
         given = wide_range(elems, 19).to(dtype)
@@ -98,7 +98,7 @@ def test_norms_have_the_words_of_the_native_kernel():
     assert run_ranks(_norms, 1) == [[]]
 
 
-# Size, kind, operator, norm, accumulated, algorithm: all of each, not all of all.
+# Size, kind, operator, norm, accumulated, algorithm: each value occurs, but not each pair.
 COLLECTIVES = (
     (2603, KINDS[0], "AVG", "l2", True, "one_shot"),
     (2000, KINDS[6], "SUM", "l1", False, "ring"),
@@ -115,12 +115,12 @@ def _collectives(store, rank, world):
     _quiet()
     wrong = []
     with connect(store, rank, world, kernels="native") as comm:
-        # The interpreter is slow: all cases where the ranks have a core each.
+        # The interpreter is slow: only 2 ranks, which have a core each, run all cases.
         cases = {1: COLLECTIVES[3:4], 2: COLLECTIVES, 3: COLLECTIVES[2:4]}
         for elems, kind, op, norm, accumulate, algorithm in cases[world]:
             case = Case(elems, *kind, op=op)
             steps = Steps(comm, algorithm)
-            # Three ranks of a one-shot algorithm make a step in one pass, those of a ring in two.
+            # With three ranks a one-shot step takes one pass, and a ring step two.
             left_out = (
                 {"one_shot": "two passes", "ring": "one pass"}[algorithm] if world == 3 else ""
             )
@@ -144,7 +144,7 @@ def test_collectives_have_the_bits_of_the_native_ones(world):
 
 
 def _early(store, rank, world, waits):
-    """Tells whether the peer's parameters are there when the call ends, though the peer is slow."""
+    """Tells whether a slow peer's parameters have arrived when the call ends."""
     from ringcomm._tl import fused_steps as module
 
     update = vars(module)["update_run"]
@@ -156,7 +156,7 @@ def _early(store, rank, world, waits):
     if rank == 1:
         setattr(module, "update_run", update_late)  # noqa: B010
     if not waits:
-        # Only how return_offers() waits; the offers are awaited.
+        # Changes only the wait in return_offers(); the offers themselves are awaited.
         setattr(module, "await_acquire_sys", lambda *arguments: arguments[-2])  # noqa: B010
     case = Case(1024, *KINDS[0])
     with connect(store, rank, world, kernels="native") as comm:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton collectives in Triton's interpreter, one real process per rank, on the host's heap."""
+"""The Triton collectives in Triton's interpreter, one process per rank, on the host's heap."""
 
 import ctypes
 import os
@@ -31,13 +31,13 @@ from tests.tl.interpreter import LIMIT_S, Ranks, connect, run_ranks
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Nothing, an element, a part of a block, and more than once around the slots; make test-all has all
-# in each algorithm.
+# Nothing, one element, a part of a block, and more than the slots hold; make test-all runs all
+# sizes in each algorithm.
 COUNTS = {"one_shot": (1, 1030, *in_test_all(0, 257)), "ring": (0, 1030, *in_test_all(1, 257))}
 
 
 def _put(tensor, memory):
-    """The tensor at a memory: plain, in the heap, or one element off any alignment."""
+    """Returns the tensor in a kind of memory: plain, heap, or one element off any alignment."""
     skip = 1 if memory == "unaligned" else 0
     make = torch.empty if memory == "plain" else ringcomm.empty
     whole = make(tensor.numel() + skip, dtype=tensor.dtype)
@@ -68,7 +68,7 @@ def _check_all(comm, count, dtype, memory, algorithm, op="SUM"):
 def _everything(store, rank, world):
     with connect(store, rank, world, segment_bytes=1024, slots=2) as comm:
         for algorithm in ("one_shot", "ring"):
-            # The interpreter is slow: all sizes where the ranks have a core each.
+            # The interpreter is slow: only 2 ranks, which have a core each, run all sizes.
             counts = {2: COUNTS[algorithm], 3: (257,)}.get(world, (world + 1,))
             for turn, count in enumerate(counts):
                 dtype = DTYPES[(turn + world) % 3]
@@ -77,7 +77,7 @@ def _everything(store, rank, world):
                     comm, count, dtype, memory, algorithm, ("SUM", "AVG")[(turn + world) % 2]
                 )
         if world == 2:
-            # Zero copy begins at 16 KiB of a chunk.
+            # Zero copy needs chunks of 16 KiB.
             for count in in_test_all(8200):
                 _check_all(comm, count, torch.bfloat16, "heap", "one_shot")
             _in_place(comm)
@@ -101,7 +101,7 @@ def test_sums_and_copies_are_exact(world):
 
 
 def _shorter_chunk_with_a_longer_slice(store, rank, world):
-    """The third of five channels gets 4 lines of 23, but 5 lines of 22: one more segment."""
+    """The third of five channels gets 4 of 23 lines, but 5 of 22 lines, and so one more segment."""
     with connect(store, rank, world, segment_bytes=256, channels=5) as comm:
         for algorithm in ("one_shot", "ring"):
             _check_all(comm, (23 + 22) * 64 // 4, torch.float32, "plain", algorithm)
@@ -113,9 +113,9 @@ def test_a_shorter_chunk_whose_slice_is_longer_by_a_segment():
 
 
 def _alternate(store, rank, world):
-    """Native and Triton kernels by turns advance the same epochs."""
+    """Native and Triton kernels run alternately and advance the same epochs."""
     with connect(store, rank, world, kernels="native", slots=2, segment_bytes=256) as comm:
-        for turn in range(5):  # each pair of kernels that follow each other, in both algorithms
+        for turn in range(5):  # each pair of successive kernels, in both algorithms
             kernels = "triton" if turn % 2 else "native"
             algorithm = ("one_shot", "ring")[turn // 2 % 2]
             tensor = torch.arange(300, dtype=torch.float32) + rank + turn
@@ -133,7 +133,7 @@ def test_native_and_triton_calls_alternate():
 
 
 def _bits(store, rank, world):
-    """One-shot: the same bits as the native kernels, for values that round at every sum."""
+    """One-shot results have the native kernels' bits, for values that are rounded at every sum."""
     with connect(store, rank, world) as comm:
         forms = (("SUM", "one_shot"), ("AVG", "ring"), ("SUM", "one_shot"))
         for dtype, (op, algorithm) in zip(DTYPES, forms, strict=True):
@@ -160,14 +160,14 @@ def _without_waiting(store, rank, world, broken):
         def no_wait(*arguments):
             return arguments[-2]  # the status so far
 
-        # Else the stale header would be noticed, and not the stale data.
+        # Otherwise the rank would notice the stale header before the stale data.
         setattr(endpoint, "await_acquire_sys", no_wait)  # noqa: B010
         setattr(endpoint, "same_call", lambda ws, theirs: True)  # noqa: B010
     with connect(store, rank, world, segment_bytes=256, slots=2) as comm:
         for turn in range(2):
             comm.barrier()
             if rank == 1:
-                time.sleep(0.3)  # the other one is early, and must wait
+                time.sleep(0.3)  # the other rank is early, and must wait
             tensor = torch.full((200,), float(rank + turn))
             comm.all_reduce(tensor)
             if not torch.equal(tensor, torch.full((200,), 1.0 + 2 * turn)):
@@ -201,7 +201,7 @@ def test_ranks_that_run_other_kernels_are_told_so():
 
 def _late(store, rank, world):
     with connect(store, rank, world) as comm:
-        comm.all_reduce(torch.ones(3))  # the first call may take seconds: Triton is imported
+        comm.all_reduce(torch.ones(3))  # the first call may take seconds, since it imports Triton
         comm.timeout = 0.5
         if rank == 1:
             store.wait(["over"], timedelta(seconds=LIMIT_S))
@@ -271,7 +271,7 @@ def _interrupted_in_its_record(comm):
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    # As a signal handler does that runs between the claim of the fault record and the abort word.
+    # As if a signal handler ran between the claim of the fault record and the abort word.
     setattr(waiting, "raise_fault", interrupt)  # noqa: B010
     with pytest.raises(KeyboardInterrupt):
         comm.all_reduce(torch.ones(3))
@@ -281,7 +281,7 @@ def _fails_beside_a_claimed_record(comm):
     core = comm.engine.owner
     regions = _native.STRUCTURES["table.regions"] // 8
     table = memoryview(core.rank_table(0)).cast("Q")
-    # As another thread of the rank does that stops right behind its claim.
+    # As if another thread of the rank had stopped right behind its claim.
     claimed = table[regions + comm.rank] + _native.STRUCTURES["page.claimed"]
     ctypes.c_uint32.from_address(claimed).value = 1
     with pytest.raises(AbortedError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A damaged header under the Triton kernels: refused as the native ones refuse it."""
+"""The Triton kernels refuse a damaged header in the same way as the native kernels."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[dict[str, Any], type | None]] = {
 
 
 def _reads(store, rank, world):
-    """Returns rank 0's error for each, in a communicator of its own."""
+    """Returns rank 0's error for each damage, each in a communicator of its own."""
     ends = {"end": heap_end(), "end - 4": heap_end() - 4}
     found: dict[str, Any] = {}
     for number, (name, (changes, _)) in enumerate(CASES.items()):

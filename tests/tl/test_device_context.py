@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts of ``ringcomm.tl``: their faults, their memory, what they refuse, and how they load."""
+"""Contexts of ``ringcomm.tl``: their faults, their memory, refused arguments, and loading."""
 
 import io
 import os
@@ -109,7 +109,7 @@ def _memory(store, rank, world):
         rc.Context(comm, 0)
     held = first.tensor
     del first, padding
-    assert _used_bytes() > before  # a peer's kernel may still reach it
+    assert _used_bytes() > before  # a peer's kernel may still access it
     context.close()
     context.close()
     del held
@@ -180,7 +180,7 @@ def test_without_triton_it_says_so():
 
 
 def _example(store, rank, world, script, port):
-    """Returns what the program prints. It reads the environment of this process."""
+    """Returns the program's output. The program reads this process's environment."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {**shared, **rank_variables(rank, world)}
     assert os.environ["TRITON_INTERPRET"] == "1"

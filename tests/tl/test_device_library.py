@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device library in Triton's interpreter, one real process per rank, on the host's heap."""
+"""The device library in Triton's interpreter, one process per rank, on the host's heap."""
 
 import time
 from importlib.util import find_spec
@@ -58,7 +58,7 @@ def _gather(context, kernels, blocks):
 
 
 def _rounds(context, kernels, rounds=3, blocks=2, late_s=0.0):
-    """True when every block summed every round's numbers, in two launches."""
+    """True if every block summed every round's numbers, in two launches."""
     world = context.comm.world_size
     cells = context.zeros((blocks, world), torch.float32)
     words = context.zeros((blocks, world), torch.int32)
@@ -75,7 +75,7 @@ def _rounds(context, kernels, rounds=3, blocks=2, late_s=0.0):
 
 
 def _wrapped_epochs(context, kernels):
-    """Barriers go on when the epochs come around."""
+    """Barriers continue to work when the epochs wrap around."""
     blocks, world = 1, context.comm.world_size
     cells = context.zeros((blocks, world), torch.float32)
     words = context.zeros((blocks, world), torch.int32)
@@ -120,7 +120,7 @@ def _library(store, rank, world):
         assert _rounds(context, kernels)
         _wrapped_epochs(context, kernels)
         _relay(context, kernels)
-        # Kernels and collectives of one communicator do not disturb each other.
+        # A communicator's own collectives still work beside the kernels.
         total = torch.ones(3)
         comm.all_reduce(total)
         assert total.eq(world).all()
@@ -138,7 +138,7 @@ def _on_devices(store, rank, world):
     from tests.support.device_worlds import OPTIONS, Devices
     from tests.tl import device_kernels as kernels
 
-    # Ranks 0 and 1 share a device of 8 multiprocessors, rank 2 has one alone.
+    # Ranks 0 and 1 share a device of 8 multiprocessors; rank 2 has a device alone.
     devices = Devices("emulated", devices=1, physical=(rank // 2,), multiprocessors=8)
     with (
         Communicator.from_store(store, rank, world, device="cuda:0", options=OPTIONS) as comm,
@@ -156,7 +156,7 @@ def test_contexts_on_devices_divide_the_multiprocessors_among_ranks():
 
 
 def _without_wait(store, rank, world):
-    """Tells whether the rounds of a rank with a late peer are right, with waits and without."""
+    """Tells whether a rank with a late peer sums rounds correctly, with waits and without."""
     comm, context, _ = open_context(store, rank, world)
     from ringcomm._tl import device
     from tests.tl import device_kernels as kernels

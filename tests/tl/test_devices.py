@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels on devices, emulated here and real with ``-m gpu``: processes that share one,
-each with several channels."""
+"""The Triton kernels on emulated devices, and with ``-m gpu`` on a real device.
+
+Processes share a device, each with several channels.
+"""
 
 from importlib.util import find_spec
 
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kind(request):
-    """The devices that the kernels run on; emulated ones run them in Triton's interpreter."""
+    """The kind of device; on emulated devices the kernels run in Triton's interpreter."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     return request.param
@@ -30,7 +32,7 @@ def kind(request):
 def _on_one_device(store, rank, world, kind, check, segment_bytes):
     how = {"devices": 1, "physical": (0,)} if kind == "emulated" else {}
     devices = Devices(kind, **how)
-    # A second segment per channel and more than one turn around the slots.
+    # Two segments per channel, and more than one turn around the slots.
     options = with_options(segment_bytes=segment_bytes, slots=2)
     with (
         Communicator.from_store(
@@ -49,8 +51,8 @@ def _run_on_one_device(kind, check, segment_bytes):
 # ---- collectives --------------------------------------------------------------------------------
 
 BOTH = ("one_shot", "ring")
-# Count, dtype, memory, operator and algorithms. 300 elements go around the slots. The interpreter
-# is slow, and the tests on the host have more sizes.
+# Count, dtype, memory, operator and algorithms. 300 elements use every slot several times. The
+# interpreter is slow, and the tests on the host run more sizes.
 FORMS = (
     (300, torch.bfloat16, "plain", "AVG", BOTH),
     (1, torch.float32, "heap", "SUM", BOTH),
@@ -86,7 +88,7 @@ def _collectives(comm, kind):
     for count, dtype, memory, op, algorithms in forms:
         for algorithm in algorithms:
             _check(comm, count, dtype, memory, algorithm, op)
-    # The native kernels go on from the same epochs.
+    # The native kernels continue with the same epochs.
     tensor = put(comm, torch.full((900,), float(comm.rank)), "heap")
     comm.all_reduce(tensor)
     assert on_host(tensor).eq(1).all()
@@ -94,7 +96,7 @@ def _collectives(comm, kind):
 
 
 def _check_records(comm, calls_of_triton):
-    """They and a native one after them are numbered as the kernels number them."""
+    """Checks that Triton's calls and a native call after them are numbered consecutively."""
     core = comm.engine.device_core
     comm.engine.finish_host_side()
     ptr = core._ptr + core.native.sequence_offset_bytes
@@ -140,7 +142,7 @@ STEPS = ((True, torch.float32, "one_shot", False), (False, torch.bfloat16, "ring
 
 
 def _train(comm, amsgrad, dtype, options, clip):
-    """Parameters and norms after two steps."""
+    """Returns the parameters and norms after two steps."""
     torch.manual_seed(0)
     params = [
         torch.randn(shape).to(dtype).to(comm.device).detach().requires_grad_() for shape in SHAPES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused kernels in Triton's interpreter, one real process per rank, against torch."""
+"""The fused kernels in Triton's interpreter, one process per rank, compared with torch."""
 
 import itertools
 import time
@@ -21,7 +21,7 @@ ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0
 
 
 def _small(shape, seed, dtype, most=2):
-    """Whole numbers of which sums of products are exact in FP32 and small."""
+    """Returns whole numbers so small that sums of their products are exact in FP32."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-most, most + 1, shape, generator=generator).to(dtype)
 
@@ -30,20 +30,20 @@ def _small(shape, seed, dtype, most=2):
 
 
 def _product(context, rc, m, k, n, dtype, *, transposed=False):
-    """One call, exact: the sums of these products are whole and fit into FP32."""
+    """Makes a call whose result is exact: sums of these products are whole and fit into FP32."""
     rank, world = context.comm.rank, context.comm.world_size
     a = context.empty((m, k), dtype)
     b = _small((n, k), 1000 + rank, dtype).T if transposed else _small((k, n), 50 + rank, dtype)
     shards = [_small((m, k), 2 * peer, dtype) for peer in range(world)]
     a.tensor.copy_(shards[rank])
     out = rc.all_gather_matmul(context, a, b)
-    a.tensor.fill_(float("nan"))  # it may be written as soon as the call is over
+    a.tensor.fill_(float("nan"))  # the call is over, so the user may overwrite the tensor
     want = (torch.cat(shards).double() @ b.double()).to(dtype)
     assert torch.equal(out, want), (m, k, n, dtype)
 
 
 def _rounded_product(context, rc):
-    """Random factors: FP32 sums of k products, then one rounding."""
+    """Multiplies random factors: FP32 sums of k products, rounded once."""
     m, k, n, dtype = 20, 100, 24, torch.bfloat16
     a = context.empty((m, k), dtype)
     torch.manual_seed(context.comm.rank)
@@ -61,7 +61,7 @@ def _rounded_product(context, rc):
 def _products(store, rank, world):
     comm, context, rc = open_context(store, rank, world, blocks=4)
     with comm, context:
-        # Ragged tiles; more tiles than chunks; its own columns on each rank; nothing to multiply.
+        # Ragged tiles; more tiles than chunks; other columns on each rank; an empty product.
         _product(context, rc, 33, 70, 37, torch.float32)
         _product(context, rc, 260, 5, 3, torch.float16)
         _product(context, rc, 20, 64, 1 + 2 * rank, torch.bfloat16, transposed=True)
@@ -76,19 +76,19 @@ def test_all_gather_matmul_is_that_of_torch(world):
 
 
 def _without_arrivals(store, rank, world):
-    """Tells whether the product was right on a rank with a late peer, with waits and without."""
+    """Tells whether a rank with a late peer gets the right product, with waits and without."""
     comm, context, rc = open_context(store, rank, world, blocks=4)
     from ringcomm._tl import fused_compute as module
 
     a = context.empty((64, 16))
-    rc.all_gather_matmul(context, a, torch.ones(16, 8))  # the first call brings all ranks together
+    rc.all_gather_matmul(context, a, torch.ones(16, 8))  # the first call synchronizes all ranks
     right = []
     for wait in (vars(module)["wait_acquire_sys"], no_wait):
         vars(module)["wait_acquire_sys"] = wait
         a.tensor.fill_(0.0)
         comm.barrier()
         time.sleep(0.4 * rank)
-        a.tensor.fill_(1.0 + rank)  # what a peer may read only now
+        a.tensor.fill_(1.0 + rank)  # data that a peer may read only now
         out = rc.all_gather_matmul(context, a, torch.ones(16, 8))
         comm.barrier()
         right.append(
@@ -140,13 +140,13 @@ def test_a_rank_that_does_not_come_is_named(name):
 
 
 def _sum_of_products(context, rc, m, k, n, dtype, *, transposed=False):
-    """One call, with the bits of reduce_scatter_tensor of rounded products, exact here."""
+    """Makes a call, which must have the bits of reduce_scatter_tensor of rounded products."""
     comm = context.comm
     rank, world = comm.rank, comm.world_size
     inbox = context.empty((world * m, n), dtype)
     a = _small((world * m, k), 2 * rank, dtype)
     b = _small((n, k), 70 + rank, dtype).T if transposed else _small((k, n), 70 + rank, dtype)
-    # Sums over ranks are rounded where the products, in 16 bits, are large.
+    # Makes the 16-bit products large, so that sums over ranks are rounded.
     b = b * 51
     inbox.tensor.fill_(float("nan"))
     comm.barrier()
@@ -159,7 +159,7 @@ def _sum_of_products(context, rc, m, k, n, dtype, *, transposed=False):
 def _sums_of_products(store, rank, world):
     comm, context, rc = open_context(store, rank, world, blocks=4)
     with comm, context:
-        # Ragged tiles; more tiles than chunks; its own k on each rank; nothing to multiply, or add.
+        # Ragged tiles; more tiles than chunks; another k per rank; an empty product; an empty sum.
         _sum_of_products(context, rc, 33, 70, 37, torch.float32)
         _sum_of_products(context, rc, 260, 5, 3, torch.float16)
         _sum_of_products(context, rc, 20, 1 + 2 * rank, 64, torch.bfloat16, transposed=True)
@@ -173,7 +173,7 @@ def test_matmul_reduce_scatter_is_that_of_the_collective(world):
 
 
 def _without_products_of_a_peer(store, rank, world):
-    """Tells whether the sum was right on a rank with a late peer, with waits and without."""
+    """Tells whether a rank with a late peer gets the right sum, with waits and without."""
     comm, context, rc = open_context(store, rank, world, blocks=4)
     from ringcomm._tl import fused_compute as module
 
@@ -199,11 +199,11 @@ def test_without_its_waits_the_sum_of_products_is_wrong():
 
 
 def _with_a_reader_that_is_late(store, rank, world):
-    """A rank goes on to the next call, whose products its late peer's sum must not have."""
+    """A rank begins the next call, whose products must not get into its late peer's sum."""
     comm, context, rc = open_context(store, rank, world, blocks=4)
     from ringcomm._tl import fused_compute as module
 
-    # Eight chunks of a tile each; before it sums the last one, a rank has told all that it can.
+    # Eight chunks of one tile each; before the sum of the last, a rank has sent all its signals.
     inbox = context.zeros((2 * 256, 8))
     ones = torch.ones(2 * 256, 4)
     own_sum = vars(module)["sum_rows"]
@@ -250,8 +250,8 @@ def _norm(context, n, d, dtype, *, adds=False, summed="no", eps=1e-5):
     if summed is not None:
         assert torch.equal(summed, want.to(dtype)), (n, d, dtype)
     normal = want * (want.square().mean(1, keepdim=True) + eps).rsqrt() * weight.double()
-    # The sum is exact. Its square's mean has d FP32 roundings, halved by the root; then a quotient,
-    # a root of 2 ulp, two products and the last rounding.
+    # The sum is exact. The mean of its squares has d FP32 roundings, halved by the root; then
+    # follow a quotient, a root of 2 ulp, two products and the last rounding.
     bound = normal.abs() * (ROUNDING[dtype] + (d / 2 + 8) * 2.0**-24)
     assert ((out.double() - normal).abs() <= bound * 1.01 + 1e-40).all(), (n, d, dtype)
 
@@ -274,12 +274,12 @@ def test_reduce_scatter_rms_norm_is_that_of_torch(world):
 
 
 def _late_partials(store, rank, world):
-    """Tells whether the sum was right on a rank with a late peer, with waits and without."""
+    """Tells whether a rank with a late peer gets the right sum, with waits and without."""
     comm, context, rc = open_context(store, rank, world, blocks=4)
     from ringcomm._tl import device
 
     x = context.zeros((2, 4))
-    rc.reduce_scatter_rms_norm(context, x, torch.ones(4))  # the first call brings all together
+    rc.reduce_scatter_rms_norm(context, x, torch.ones(4))  # the first call synchronizes all ranks
     right = []
     for wait in (device.wait_acquire_sys, no_wait):
         vars(device)["wait_acquire_sys"] = wait

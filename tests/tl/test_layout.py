@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels' own arithmetic, held against the C++ structures that it mirrors."""
+"""The Triton kernels' own arithmetic, compared with the C++ structures that it mirrors."""
 
 import itertools
 from importlib.util import find_spec
@@ -63,7 +63,7 @@ def _rounds(store, rank, world):
 
     wrong: list[object] = []
     beyond_the_first = 0
-    tile = _native.ADAMW_TILE_ELEMS * 2  # the unit in which optimizer steps divide a chunk
+    tile = _native.ADAMW_TILE_ELEMS * 2  # the unit by which optimizer steps divide a chunk
     units = ((64, 64), (64, 128), (tile, tile))
     for world_size, channels, (line, segment) in itertools.product((2, 3), (1, 5), units):
         geometry = Geometry(world_size, channels, 2, segment, 0, line)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the native module launches in Triton's place is the kernel that Triton would launch."""
+"""The native module launches the same kernel that Triton would launch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def all_reduce_of(size_bytes: int) -> KernelPlan:
 
 @pytest.fixture(scope="module")
 def made(gpu: StandIn) -> Any:
-    """A compiled kernel, as Triton returns it of a launch."""
+    """A compiled kernel, as a launch by Triton returns it."""
     return launch_kernel(all_reduce_of(256), [RANK], TIMEOUT_NS, GEOMETRY)
 
 
@@ -68,9 +68,9 @@ def changed(made: Any, **changes: Any) -> Any:
 
 NUMBERS = numbers_of(all_reduce_of(256), [RANK], TIMEOUT_NS)
 
-# ---- each call reaches the kernel that Triton has for it ----------------------------------------
+# ---- each call gets the kernel that Triton has for it -------------------------------------------
 
-# Around the ends of 32 bits, of numbers and of tagged ones; 1, and multiples of 16 and not.
+# Near the limits of 32 bits, also for tagged numbers; 1, multiples of 16 and other numbers.
 SIZES = (0, 1, 4, 16, 256, (1 << 29) - 64, (1 << 29) - 4, 1 << 29, (1 << 31) - 4, 1 << 31, 1 << 33)
 TIMEOUTS_NS = (1, 16, 1_000_000, (1 << 31) - 1, 1 << 31, TIMEOUT_NS)
 POINTERS = (
@@ -91,7 +91,7 @@ def key_of(plan: KernelPlan, ranks: list[RankPointers], timeout_ns: int) -> str:
 
 
 def disagreements(kernel: _native.TritonKernel) -> int:
-    """Counts the calls that only one of Triton and ``kernel`` accepts."""
+    """Counts the calls that Triton accepts and ``kernel`` does not, or the other way round."""
     mine = key_of(all_reduce_of(256), [RANK], TIMEOUT_NS)
     found = 0
     for size, timeout_ns, rank in itertools.product(SIZES, TIMEOUTS_NS, POINTERS):
@@ -107,7 +107,7 @@ def test_a_kernel_takes_the_numbers_that_triton_would_give_it(made: Any) -> None
 
 @pytest.mark.parametrize("place", range(len(NUMBERS)))
 def test_a_key_without_a_type_is_seen(gpu: StandIn, place: int) -> None:
-    """The mutant: of one number it is said that it has the other type."""
+    """The mutant: the key says the wrong type of one number."""
     parameters = [(number >= 1 << 31, True) for number in NUMBERS]
     parameters[place] = (not parameters[place][0], True)
     assert disagreements(_native.TritonKernel(1, 256, 0, parameters, 2)) > 0
@@ -115,7 +115,7 @@ def test_a_key_without_a_type_is_seen(gpu: StandIn, place: int) -> None:
 
 @triton.jit(do_not_specialize=["single"])
 def _specialized(numbers, single, out):
-    """A kernel that Triton compiles for what its tuple's numbers are."""
+    """A kernel that Triton specializes by the numbers in its tuple."""
     tl.store(out + tl.full((), 0, tl.int64).to(tl.pointer_type(tl.int64)), numbers[0] + single)
 
 
@@ -158,7 +158,7 @@ def test_other_numbers_are_not_launched(made: Any) -> None:
         assert not kernel.takes(numbers)
 
 
-# ---- what the module does not know is left to Triton --------------------------------------------
+# ---- the module leaves unknown cases to Triton --------------------------------------------------
 
 
 def test_the_kernel_is_loaded_and_has_the_parameters_of_its_ptx(made: Any) -> None:

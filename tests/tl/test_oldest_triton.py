@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels are written in what Triton 3.6 compiles, the oldest that pyproject.toml allows.
+"""The kernels use only features of Triton 3.6, the oldest version that pyproject.toml allows.
 
-The tests compile with a newer one, which takes more: here the sources are read for the
-differences that are known. ``make oldest-triton`` asks the oldest itself.
+The tests compile with a newer Triton, which accepts more. Here the sources are searched for the
+known differences. ``make oldest-triton`` compiles with the oldest version itself.
 """
 
 import ast
@@ -17,12 +17,12 @@ from ringcomm._tl.adamw_launch import NormKind, ShardKind
 from ringcomm._tl.geometry import Geometry
 from tests.support import ROOT
 
-# Of an attribute that may be passed on as it is; Any stands for Triton's types of elements.
+# Types of attributes that may be passed on unchanged; Any means Triton's element types.
 PASSED = (int, bool, Any)
 
 
 def _types(of: type) -> dict[str, Any]:
-    """The types of a class's fields and properties."""
+    """Returns the types of a class's fields and properties."""
     gets = {name: each.fget for name, each in vars(of).items() if isinstance(each, property)}
     return get_type_hints(of) | {name: get_type_hints(get)["return"] for name, get in gets.items()}
 
@@ -36,7 +36,7 @@ OBJECTS = {
 
 
 def _results(node: ast.expr) -> Iterator[ast.expr]:
-    """The expressions of which one is the value of ``node``."""
+    """Yields the expressions of which one is the value of ``node``."""
     if isinstance(node, ast.IfExp):
         yield from (*_results(node.body), *_results(node.orelse))
     else:
@@ -44,7 +44,7 @@ def _results(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def unknown_to_it(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of what Triton 3.6 does not compile, or not to the same."""
+    """Yields line and text of code that Triton 3.6 refuses or compiles to something else."""
     functions = [
         each
         for each in ast.walk(ast.parse(source))
@@ -60,7 +60,7 @@ def unknown_to_it(source: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.NamedExpr):
             yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.ListComp) and any(each.ifs for each in node.generators):
-            yield node.lineno, ast.unparse(node)  # it keeps what does not pass
+            yield node.lineno, ast.unparse(node)  # Triton 3.6 ignores the condition
         elif isinstance(node, ast.arguments) and (node.vararg or node.kwonlyargs):
             name = node.vararg or node.kwonlyargs[0]
             yield name.lineno, ast.unparse(node)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization by Triton's functions, in the interpreter, with the host's bits."""
+"""Quantization by Triton's functions, in the interpreter, has the host's bits."""
 
 import itertools
 from dataclasses import replace
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 
 QUANT_FORMATS = ("int8", "fp8", "int4")
 BLOCKS = 8
-# Blocks of all kinds, in the type that has them; and ends of all kinds, on and off alignments.
+# Blocks of all kinds, for the dtype that has them; and all kinds of ends, aligned and not.
 CASES = {
     torch.float32: ((2432, 0), (191, 1), (2, 0)),
     torch.bfloat16: ((301, 0), (255, 1)),
@@ -25,7 +25,7 @@ CASES = {
 
 
 def quantization_end():
-    """Triton's kernels that quantize and sum, wherever its launches take place."""
+    """Returns Triton's kernels that quantize and sum, wherever their launches run."""
     from ringcomm import _native
     from ringcomm._tl.launch import DTYPES
     from tests.tl.kernels import dequantize_and_sum_kernel, quantize_kernel

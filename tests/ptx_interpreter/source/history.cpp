@@ -18,7 +18,7 @@ struct Shard {
   std::unordered_map<uint64_t, LineHistory> lines;
 };
 
-// Never destroyed: kernels may run when main() ends.
+// Never destroyed, since kernels may still run when main() ends.
 Shard& shard_of(uint64_t number) {
   static auto* const made = new std::array<Shard, kShards>;
   return (*made)[(number ^ number >> 8) % kShards];
@@ -30,16 +30,16 @@ std::atomic<uint64_t> blocks_{0};
 struct Known {
   std::mutex mutex;
   int running = 0;  // kernels
-  View ended;       // what the blocks that have ended knew and did
-  View host;        // what of that the host has waited for
-  View fence_sc;    // what all threads knew at theirs
+  View ended;       // the knowledge and changes of ended blocks
+  View host;        // the part of `ended` for which the host has waited
+  View fence_sc;    // the knowledge of all threads at their fences
 };
 Known& known() {
   static auto* const made = new Known;
   return *made;
 }
 
-thread_local View of_stream;  // what this thread's kernels come after
+thread_local View of_stream;  // the view with which this thread's kernels begin
 
 }  // namespace
 

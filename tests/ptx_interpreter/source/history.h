@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What kernels of this process have done to global memory, and what one of them may know of it.
+// The changes of global memory by this process's kernels, and what a kernel may know of them.
 //
-// Terms. A *change* is what a store did to a line: who made it, when, and what was there before. A
-// *view* is what a thread has been told: by the kernels that come before its own, and by each
-// release that it or a peer it heard of has acquired. A release leaves a *stamp* at its word: the
-// view of its thread and all that its block has released. Times count changes and releases of the
-// whole process.
+// Terms. A *change* is a store to a line: who made it, when, and the line's previous contents. A
+// *view* is the knowledge of a thread: from the kernels that come before its own, and from each
+// release that the thread, or a peer whose release it acquired, has acquired. A release leaves a
+// *stamp* at its word: the view of its thread and everything that its block has released. Times
+// count the changes and releases of the whole process.
 //
-// Kernels that come before are the earlier ones of the stream, and all that had ended when somebody
-// waited: the stream for another one, or the host. When the host waits and no kernel runs, the
-// history ends.
+// A kernel comes after the earlier kernels of its stream, and after all kernels that had ended when
+// its stream waited for another stream, or the host waited. When the host waits and no kernel runs,
+// the history ends.
 #pragma once
 
 #include <array>
@@ -55,12 +55,12 @@ struct Change {
   Time time;
   uint64_t block;
   Bytes bytes;
-  Bytes by_multicast;  // of those, what was stored at a multicast address
+  Bytes by_multicast;  // the bytes that were stored at a multicast address
   std::array<uint8_t, kLineBytes> before;
 };
 
-// The reads of a line by one block: of each byte who read it last, in which phase (0: nobody did),
-// and when that was released.
+// The reads of a line by one block: for each byte the last reader, the reader's phase (0: no
+// reader), and the time at which the read was released.
 struct Reads {
   uint64_t block;
   std::array<uint32_t, kLineBytes> tag{};
@@ -74,8 +74,8 @@ struct LineHistory {
   std::map<uint32_t, View> stamps;  // by the word's position in the line
 };
 
-// The history of a line, which nobody else may read or write meanwhile, nor the line itself by what
-// keeps a history.
+// The history of a line, locked: no other thread may read or write the history meanwhile, nor the
+// line if it keeps a history.
 class LockedLine {
  public:
   explicit LockedLine(uint64_t number);
@@ -84,7 +84,7 @@ class LockedLine {
 
   LineHistory* find() const;
   LineHistory& make();
-  // Notes what the line holds now, before `block` changes some of it. Returns the change.
+  // Records the contents of the line before `block` changes some of it. Returns the change.
   Change& change(uint64_t block);
 
  private:
@@ -92,14 +92,14 @@ class LockedLine {
   std::unique_lock<std::mutex> lock_;
 };
 
-// A fence.sc of a thread with this view: what those know that are behind it.
+// A fence.sc of a thread with this view: returns the view of all threads that pass it later.
 View pass_fence_sc(const View& view);
 
 Time now();
 Time tick();  // a new time
 uint64_t new_block();
 
-// A launch, in the thread of its stream from its begin to its end.
+// A launch, in the thread of its stream, from its begin to its end.
 class KernelHistory {
  public:
   KernelHistory();

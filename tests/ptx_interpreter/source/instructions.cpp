@@ -55,8 +55,8 @@ uint64_t put(T value) {
   return std::bit_cast<Raw<T>>(value);
 }
 
-// Arithmetic on f32 has one NaN for a result (section 9.7.3); on f64 the sign and payload are not
-// said, and this interpreter has one as well.
+// Arithmetic on f32 has only one NaN as its result (section 9.7.3). For f64 PTX does not define the
+// NaN's sign and payload, and this interpreter has only one NaN, too.
 template <class T>
 T canonical(T value) {
   if constexpr (std::floating_point<T>) {
@@ -95,7 +95,7 @@ void compare(Warp& w, const Instruction& i, Mask mask) {
   each(mask, [&](int l) { d[l] = f(get<T>(a[l]), get<T>(b[l])) ? 1 : 0; });
 }
 
-// Integers wrap, so they are computed as unsigned ones.
+// Integers wrap around, so they are computed as unsigned integers.
 template <class T>
 using Wrapping =
     std::conditional_t<std::integral<T>, std::make_unsigned<T>, std::type_identity<T>>::type;
@@ -128,7 +128,7 @@ T high_product(T a, T b) {
   using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
   return T(Wide(a) * Wide(b) >> (8 * sizeof(T)));
 }
-// Division by zero gives what PTX leaves open.
+// PTX leaves the result of a division by zero open.
 template <class T>
 T quotient(T a, T b) {
   if constexpr (std::integral<T>) {
@@ -198,7 +198,7 @@ template <class T>
 T whole_part(T a) {
   return canonical(std::trunc(a));
 }
-// Of the upper half of the argument, and exact only there; a denormal counts as zero.
+// Uses only the upper half of the argument; a denormal counts as zero.
 double reciprocal_seed(double a) {
   constexpr uint64_t kUpper = 0xffffffff00000000;
   double seed = std::bit_cast<double>(std::bit_cast<uint64_t>(a) & kUpper);
@@ -208,11 +208,11 @@ double reciprocal_seed(double a) {
   return std::bit_cast<double>(std::bit_cast<uint64_t>(result) & kUpper);
 }
 
-// An approximation is as far off as PTX allows, or nearly so, to either side by a bit of `of`.
+// Makes an approximation nearly as wrong as PTX allows; a bit of `of` selects the direction.
 double skewed(double exact, float of, double error) {
   return exact * ((std::bit_cast<uint32_t>(of) & 1) != 0 ? 1 + error : 1 - error);
 }
-// Within 2 units in the last place (section 9.7.3.8), of which the rounding takes up to a half.
+// Within 2 units in the last place (section 9.7.3.8); the rounding takes up to half a unit of them.
 float near_quotient(float a, float b) {
   if (std::fpclassify(b) == FP_SUBNORMAL)
     throw BadAccess("div.approx by a subnormal number, of which PTX says nothing");
@@ -235,7 +235,7 @@ float near_inverse_root(float a) {
   return canonical(float(skewed(1 / std::sqrt(double(a)), a, 0x1p-24)));
 }
 
-// The amount of a shift has 32 bits whatever is shifted, and stops at the width.
+// The shift amount has 32 bits for every type, and larger amounts count as the width.
 template <class T, bool left>
 void shift(Warp& w, const Instruction& i, Mask mask) {
   uint64_t* d = w.out(i.dst[0]);
@@ -353,13 +353,13 @@ uint16_t f16_of(float value) {
   const float size = std::fabs(value);
   if (size >= 65520.f) return sign | 0x7c00;
   if (size == 0) return sign;
-  // The distance of the halves around it; the carry of a rounding goes into the exponent.
+  // Rounds to the spacing of halves around `size`; a carry goes into the exponent.
   const int exponent = std::max(std::ilogb(size), -14);
   const auto units = uint32_t(std::nearbyint(std::ldexp(size, 10 - exponent)));
   return uint16_t(sign | (uint32_t(exponent + 14) << 10) + units);
 }
 
-// A float has more than twice the bits of either, so rounding the float sum rounds once.
+// A float has more than twice the bits of either type, so the sum is effectively rounded once.
 uint16_t sum_of_f16(uint16_t a, uint16_t b) { return f16_of(float_of_f16(a) + float_of_f16(b)); }
 uint16_t sum_of_bf16(uint16_t a, uint16_t b) {
   return bf16_of(float_of_bf16(a) + float_of_bf16(b));
@@ -377,7 +377,7 @@ void half_from_f32(Warp& w, const Instruction& i, Mask mask) {
   const uint64_t* a = w.in(i.src[0]);
   each(mask, [&](int l) { d[l] = from(get<float>(a[l])); });
 }
-// The first source is the upper half.
+// The first source becomes the upper half.
 template <uint16_t from(float)>
 void halves_from_f32(Warp& w, const Instruction& i, Mask mask) {
   uint64_t* d = w.out(i.dst[0]);
@@ -410,7 +410,7 @@ void absolute_halves(Warp& w, const Instruction& i, Mask mask) {
     d[l] = made;
   });
 }
-// The second predicate is that of the upper half.
+// The second predicate belongs to the upper half.
 template <float from(uint16_t), int count>
 void less_halves(Warp& w, const Instruction& i, Mask mask) {
   const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]);
@@ -432,8 +432,8 @@ void multiply_add_wide(Warp& w, const Instruction& i, Mask mask) {
   });
 }
 
-// cvt: integers keep their low bits or are extended, to integers from floats by truncation.
-// A register is wider than a result of 8 bits, which is extended by its sign (section 9.4.1).
+// cvt: integers keep their low bits or are extended; floats are truncated to integers. A register
+// is wider than an 8-bit result, which is sign-extended (section 9.4.1).
 template <class D>
 uint64_t extended(D value) {
   if constexpr (std::signed_integral<D>) return uint64_t(int64_t(value));
@@ -708,7 +708,7 @@ void load_lane(Warp& w, const Instruction& i, int lane, uint8_t* to) {
   } else if (i.order == Order::kWeak) {
     memory.load(w.thread(lane), at.address, to, all);
   } else {
-    // Of a vector only its elements are loaded at once, and in any order.
+    // A vector load is atomic only per element, and the order of elements is open.
     for (uint32_t n = 0; n < i.count; ++n) {
       const uint32_t element = (w.block().launch().schedule.seed & 1) != 0 ? i.count - 1 - n : n;
       const uint64_t value =
@@ -739,7 +739,7 @@ void store_lane(Warp& w, const Instruction& i, int lane, const uint8_t* from) {
       std::memcpy(&value, from + element * bytes, bytes);
       memory.store_strong(w.thread(lane), at.address + element * bytes, value, bytes, i.order);
     }
-    // Whoever waits for it may go on before this block does anything else.
+    // A waiting thread may continue before this block takes its next step.
     w.block().give_up_turn();
   }
 }
@@ -777,9 +777,9 @@ uint64_t combined(const Instruction& i, uint64_t old, uint64_t a, uint64_t b) {
                    : combined<uint64_t>(i.atomic, old, a, b);
 }
 
-// In a schedule that wants it, a block comes late to an access: before its first acquire there,
-// when nothing changes any more, or after 20 ms. What exchanges a word at the end of a kernel comes
-// so late that its peers may have gone on (kLateEnd).
+// If the schedule asks for it, a block is late: before its first acquire at a line it waits until
+// nothing changes any more, or for 20 ms. An exchange at the end of a kernel waits so long that its
+// peers may have gone on (kLateEnd).
 void come_late(Warp& w, const Instruction& i) {
   if (!w.block().is_late() || !w.block().comes_first(i.line)) return;
   if (i.order == Order::kAcqRel) return w.block().nap_before_end();
@@ -796,7 +796,7 @@ void come_late(Warp& w, const Instruction& i) {
 
 constexpr uint32_t kMulticastBytes = 16;
 
-// Calls visit(address) for each address that an access of 16 bytes stands for.
+// Calls visit(address) for each address that is bound to a multicast access of 16 bytes.
 template <class Visit>
 void each_bound(uint64_t address, Visit visit) {
   check_alignment(address, kMulticastBytes);
@@ -809,7 +809,7 @@ void each_bound(uint64_t address, Visit visit) {
   for (int n = 0; n < count; ++n) visit(bound[size_t(n)]);
 }
 
-// Of elements of `bytes` bytes, added as floats and rounded once. PTX leaves the order open.
+// Sums of elements of `bytes` bytes, added as floats and rounded once. PTX leaves the order open.
 template <uint32_t bytes, float widen(uint32_t), uint32_t narrow(float)>
 void multicast_sum(Warp& w, const Instruction& i, Mask mask) {
   each(mask, [&](int lane) {
@@ -1033,7 +1033,7 @@ Handler shuffle(std::string_view opcode) {
   return nullptr;
 }
 
-// All lanes that the mask names get what their values come to. Section 9.7.13.
+// All lanes in the mask get the total of their values. Section 9.7.13.
 void reduce_lanes(Warp& w, const Instruction& i, Mask mask) {
   const uint64_t* a = w.in(i.src[0]);
   uint64_t total = a[std::countr_zero(mask)];
@@ -1043,7 +1043,7 @@ void reduce_lanes(Warp& w, const Instruction& i, Mask mask) {
   each(mask, [&](int l) { d[l] = total; });
 }
 
-// True for all lanes that the mask names if the predicate is true for all of them.
+// All lanes in the mask get true if the predicate is true for all of them.
 void vote_all(Warp& w, const Instruction& i, Mask mask) {
   const uint64_t* a = w.in(i.src[0]);
   uint64_t all = 1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The spellings of instructions that the interpreter knows, and what each does to the lanes.
+// The instructions that the interpreter knows, and their effects on the lanes.
 #pragma once
 
 #include <optional>
@@ -13,7 +13,7 @@ namespace ptx {
 // nullptr. It reads src[0] and so on, and writes dst[0].
 Handler arithmetic(std::string_view opcode);
 
-// The handlers of the others; each reads the fields of the instruction that are named.
+// The handlers of other instructions; each reads the fields of the instruction listed with it.
 void load(Warp& warp, const Instruction& i, Mask mask);   // dst[count], src[0] + offset
 void store(Warp& warp, const Instruction& i, Mask mask);  // src[0] + offset, src[1..count]
 void update(Warp& warp, const Instruction& i,
@@ -22,8 +22,8 @@ void load_matrices(Warp& warp, const Instruction& i, Mask mask);  // dst[4], src
 void fence(Warp& warp, const Instruction& i, Mask mask);
 void fence_sc(Warp& warp, const Instruction& i, Mask mask);
 void fence_alias(Warp& warp, const Instruction& i, Mask mask);
-// The handler of an access to a multicast address, or nullptr: of a load dst[4], src[0] + offset,
-// of a store src[0] + offset, src[1..4].
+// The handler of an access to a multicast address, or nullptr. A load uses dst[4], src[0] + offset;
+// a store src[0] + offset, src[1..4].
 Handler multicast(std::string_view opcode);
 void pack(Warp& warp, const Instruction& i, Mask mask);    // dst[0], src[count] of type.bits
 void unpack(Warp& warp, const Instruction& i, Mask mask);  // dst[count] of type.bits, src[0]
@@ -31,7 +31,7 @@ Handler shuffle(std::string_view opcode);  // dst[0], dst[1] or none, src[4]; nu
 void reduce_lanes(Warp& warp, const Instruction& i, Mask mask);  // dst[0], src[0], mask src[3]
 void vote_all(Warp& warp, const Instruction& i, Mask mask);      // the same, of predicates
 
-// mov from a special register, such as "%tid.x", or nullptr.
+// The handler of a mov from a special register, such as "%tid.x", or nullptr.
 Handler special_register(std::string_view name);
 
 }  // namespace ptx

@@ -24,7 +24,7 @@ Ranges& allowed() {
   return *made;
 }
 
-// Who wants to look at memory right after a word of it was stored.
+// The functions to call right after a store to a word.
 struct Watchers {
   std::mutex mutex;
   std::map<uint64_t, Watcher> by_word;
@@ -60,7 +60,7 @@ std::string hex(uint64_t value) {
   return text;
 }
 
-// Bytes move in units that other processes see whole.
+// Copies bytes in units that other processes see as a whole.
 void copy_out(uint64_t address, const uint8_t* from, uint32_t bytes) {
   while (bytes > 0) {
     if (bytes >= 8 && address % 8 == 0) {
@@ -104,8 +104,8 @@ void store_at_once(uint64_t address, uint64_t value, uint32_t bytes) {
   }
 }
 
-// What a word tells whoever acquires it. Unless strict, other processes may have stored it, whose
-// stores are in memory before.
+// The view that an acquire of a word gets. Unless strict, other processes may have stored the word,
+// and their stores are already in memory.
 View stamp_at(const LockedLine& locked, uint64_t address) {
   View told;
   if (!is_strict) told.learn_all(now());
@@ -141,7 +141,7 @@ bool find_range(uint64_t address, uint64_t bytes, Range& range) {
     return range.holds(address, bytes);
   }
   const std::lock_guard lock(allowed().mutex);
-  // Tensors die and others take their place, so that ranges overlap: any will do.
+  // Tensors are freed and others take their place, so ranges may overlap: any of them will do.
   for (auto it = allowed().ends.upper_bound(address); it != allowed().ends.begin();) {
     --it;
     range = {it->first, it->second};
@@ -199,7 +199,7 @@ View BlockMemory::stamp(int thread, Order order, Time time) const {
   return made;
 }
 
-// Of its own block's changes a thread sees what it made itself, and what a barrier lies behind.
+// Within its block a thread sees its own changes, and those of other threads before a barrier.
 bool BlockMemory::sees(int thread, const Change& change, uint32_t byte, const Line* line) const {
   if (change.block != id_) return view(thread).holds(change.block, change.time);
   if (line == nullptr || line->state[byte] == Byte::kNone) return true;
@@ -241,7 +241,7 @@ void BlockMemory::load(int thread, uint64_t address, void* to, uint32_t bytes, b
     LineHistory& history = locked.make();
     note_read(history, thread, address, bytes);
     std::memcpy(out, reinterpret_cast<const void*>(address), bytes);
-    // Undoes what the thread may not see, from the newest change to the first that it may.
+    // Undoes the changes that the thread may not see, from the newest to the first visible one.
     Bytes known;
     for (auto c = history.changes.rbegin(); c != history.changes.rend(); ++c) {
       if (c->time <= (by_multicast ? alias_view(thread) : view(thread)).all()) break;
@@ -380,7 +380,7 @@ void BlockMemory::check_readers(int thread, uint64_t address, uint32_t bytes) co
   }
 }
 
-// Of two stores of one value none is seen to be the later.
+// If two stores write the same value, nobody can see which of them is later.
 void BlockMemory::check_writers(int thread, uint64_t address, const uint8_t* from, uint32_t bytes) {
   const uint64_t at = address % kLineBytes;
   const Line* line =
@@ -395,7 +395,7 @@ void BlockMemory::check_writers(int thread, uint64_t address, const uint8_t* fro
   }
 }
 
-// Before an access of one location that is not weak: stores to it keep their order.
+// Before a strong access to a location: earlier stores to this location keep their order.
 void BlockMemory::release_range(int thread, uint64_t address, uint32_t bytes) {
   if (stored_.empty()) return;
   Line* line = find_line(address / kLineBytes);
@@ -453,7 +453,7 @@ uint64_t BlockMemory::update(int thread, uint64_t address, uint32_t bytes, Order
     Change& made = locked.change(id_);
     made.bytes.add(at, bytes);
     time = made.time;
-    // Other processes may do the same.
+    // Other processes may update the word at the same time.
     const auto exchange = [&](auto* word) {
       auto old = __atomic_load_n(word, __ATOMIC_RELAXED);
       do {
@@ -467,7 +467,7 @@ uint64_t BlockMemory::update(int thread, uint64_t address, uint32_t bytes, Order
       exchange(reinterpret_cast<uint32_t*>(address));
     else
       exchange(reinterpret_cast<uint64_t*>(address));
-    // What the word told before it still tells: a release sequence.
+    // The word still passes on its previous stamp: a release sequence.
     const View told = stamp_at(locked, address);
     if (order == Order::kAcquire || order == Order::kAcqRel)
       acquire(thread, told);
@@ -499,7 +499,7 @@ void BlockMemory::fence_alias(int thread) {
   told.learn(id_, now());
 }
 
-// The thread's own weak loads must see its strong store, whatever its view is.
+// The thread's own weak loads must see its strong store, whatever its view contains.
 void BlockMemory::note_strong(int thread, uint64_t address, const void* from, uint32_t bytes,
                               Time time) {
   Line& line = line_of(address / kLineBytes);
@@ -519,7 +519,7 @@ void BlockMemory::barrier() {
   views_.clear();
   fenced_.clear();
   alias_views_.clear();
-  // All threads see now what has been released.
+  // From now on all threads see the released bytes.
   last_number_ = ~uint64_t(0);
   std::erase_if(lines_, [](const auto& item) { return !item.second.listed; });
 }
@@ -534,7 +534,7 @@ uint64_t SharedMemory::checked(uint64_t address, uint32_t bytes) const {
   return at;
 }
 
-// Another thread's use of a byte, since the last barrier, must not be of that kind.
+// Since the last barrier no other thread may have used the byte in this way.
 void SharedMemory::check_others(int thread, uint64_t at, uint32_t use, const char* does,
                                 const char* did) const {
   if (use >> 10 != phase_ || (use & 1023) == uint32_t(thread)) return;
@@ -560,7 +560,7 @@ void SharedMemory::load(int thread, uint64_t address, void* to, uint32_t bytes) 
   std::memcpy(to, data_.data() + at, bytes);
 }
 
-// Several threads may store the same (a status that all of them bring).
+// Several threads may store the same value (a status that all of them have).
 void SharedMemory::store(int thread, uint64_t address, const void* from, uint32_t bytes) {
   const uint64_t at = checked(address, bytes);
   for (uint64_t i = at; i < at + bytes; ++i) {

@@ -1,27 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Global memory as the PTX memory model allows a block to see it, at its worst.
+// Global memory as a block sees it, with the weakest behaviour that the PTX memory model allows.
 //
-// A weak load sees what its thread's view holds (history.h), and memory as it was before all else:
-// whatever else came it has no right to see. A weak store stays in the block's buffer until a
-// release that it happens before: by its own thread, or by another one behind a barrier. A weak
-// store over bytes that another thread has read must come after that read: the reader has released
-// since, and the writer's view holds that release; and so must one over bytes that another one of
-// the block has stored, unless it stores the same. (Two blocks' stores are not compared: memory of
-// the host that is freed and given to another rank would look like that.) So an acquire, a release
-// or a barrier that lacks is an error every time, not only when a cache happens to be stale.
+// A weak load sees the stores in its thread's view (history.h), and otherwise the memory's old
+// contents: it has no right to see any other store. A weak store stays in the block's buffer until
+// a release that it happens before: a release by its own thread, or by another thread behind a
+// barrier. If a weak store overwrites bytes that another thread has read, it must come after this
+// read: the reader has released since, and the writer's view contains that release. The same holds
+// for bytes that another thread of the block has stored, unless the value is the same. (Stores of
+// two blocks are not compared: host memory that is freed and given to another rank would look like
+// a conflict.) So a missing acquire, release or barrier is an error every time, not only when a
+// cache happens to be stale.
 //
-// A fence shows a thread what was told by the words that it has loaded before, strongly, and what
-// it knows then is told by the words that it stores behind it. A fence.sc shows what all those knew
-// that were before it.
+// A fence gives its thread the stamps of the words that the thread has loaded before with strong
+// loads, and passes the resulting knowledge on to the words that the thread stores behind the
+// fence. A fence.sc also gives its thread the knowledge of all earlier fence.sc.
 //
-// A multicast address is another way to memory, which multimem instructions take: one access to
-// each address that is bound there. What was stored by one of the two ways is seen by the other
-// only behind a fence.proxy.alias: of the thread itself, or of another one behind a barrier, made
-// when that thread's view held the store. (PTX is content with one at the writer's, too.) A relaxed
-// multimem load is taken for a weak one, which may see less.
+// A multicast address is a second way to memory, for multimem instructions: one access reaches each
+// address that is bound there. A store by one way is visible to the other way only behind a
+// fence.proxy.alias. This fence must be executed by the reading thread, or by another thread before
+// a barrier, when the view of that thread contains the store. (PTX also accepts a fence by the
+// writer.) A relaxed multimem load counts as a weak load, which may see less.
 //
-// Stores of others (the host, copies, other processes) have no history: they are seen at once.
+// Stores by others (the host, copies, other processes) have no history and are visible at once.
 // Source: PTX ISA 9.0, section 8, "Memory Consistency Model".
 #pragma once
 
@@ -39,13 +40,13 @@
 
 namespace ptx {
 
-// Thrown where a kernel does what memory does not allow.
+// Thrown when a kernel makes an access that the memory model does not allow.
 struct BadAccess : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Whether all of [address, address + bytes) is memory that kernels may use; what is around it comes
-// back as a range that need not be asked for again.
+// Whether kernels may use all of [address, address + bytes); `range` returns the surrounding range,
+// for which no further look is needed.
 struct Range {
   uint64_t begin = 0, end = 0;
   bool holds(uint64_t address, uint64_t bytes) const {
@@ -57,13 +58,13 @@ void allow(Range range);  // besides the driver's own memory
 void forget_allowed();
 // Unless strict, kernels may use the rest of the process's memory, too.
 void be_strict(bool strict);
-// Has `watcher` called, in the thread of the block, whenever a strong store to the word has been
-// made: what is in memory then is what others may see. nullptr: nobody any more.
+// Calls `watcher`, in the thread of the block, after each strong store to the word: other observers
+// may then see the current contents of memory. nullptr ends this.
 using Watcher = void (*)();
 void watch(uint64_t word, Watcher watcher);
 bool find_range(uint64_t address, uint64_t bytes, Range& range);
 
-// What a block has stored, and what its threads may see. Of one OS thread alone.
+// The stores of a block, and what its threads may see. One OS thread uses it.
 class BlockMemory {
  public:
   BlockMemory(KernelHistory& kernel, int threads, bool replicates_reads);
@@ -75,10 +76,10 @@ class BlockMemory {
   void load(int thread, uint64_t address, void* to, uint32_t bytes, bool by_multicast = false);
   void store(int thread, uint64_t address, const void* from, uint32_t bytes,
              bool by_multicast = false);
-  // Of 1, 2, 4 or 8 bytes, at system scope.
+  // Accesses of 1, 2, 4 or 8 bytes, at system scope.
   uint64_t load_strong(int thread, uint64_t address, uint32_t bytes, Order order);
   void store_strong(int thread, uint64_t address, uint64_t value, uint32_t bytes, Order order);
-  // Replaces the value by change(value) at once, and returns what it was.
+  // Replaces the value by change(value) atomically, and returns the old value.
   uint64_t update(int thread, uint64_t address, uint32_t bytes, Order order,
                   const std::function<uint64_t(uint64_t)>& change);
   void fence(int thread);
@@ -94,7 +95,7 @@ class BlockMemory {
   enum class Byte : uint8_t { kNone, kStored, kReleased };
   struct Line {
     std::array<uint8_t, kLineBytes> data;
-    std::array<uint32_t, kLineBytes> tag;  // who stored the byte, and in which phase
+    std::array<uint32_t, kLineBytes> tag;  // the thread that stored the byte, and its phase
     std::array<Byte, kLineBytes> state{};
     std::array<Time, kLineBytes> released;  // when the byte was
     Bytes by_multicast;
@@ -102,20 +103,20 @@ class BlockMemory {
   };
 
   uint32_t tag(int thread) const { return phase_ << 10 | uint32_t(thread); }
-  // Whether the thread may see a byte: it has stored it, or a barrier lies between.
+  // Whether the thread may see a byte: the thread has stored it, or a barrier was in between.
   bool seen(uint32_t byte_tag, int thread) const {
     return byte_tag >> 10 < phase_ || byte_tag == tag(thread);
   }
   const View& view(int thread) const;
   const View& alias_view(int thread) const;
   void acquire(int thread, const View& stamp);
-  void release(int thread);  // what the thread stored, and what a barrier lies behind
-  // What a store that releases, or one behind a fence, tells whoever acquires it.
+  void release(int thread);  // releases the thread's stores, and those before a barrier
+  // The stamp of a releasing store, or of one behind a fence: the view that its acquirers get.
   View stamp(int thread, Order order, Time time) const;
   bool sees(int thread, const Change& change, uint32_t byte, const Line* line) const;
   Line& line_of(uint64_t number);
   Line* find_line(uint64_t number);
-  // Makes stored bytes of the line that the thread may see everyone's.
+  // Makes stored bytes of the line, as far as the thread may see them, visible to everybody.
   void release_line(uint64_t number, Line& line, int thread);
   void release_range(int thread, uint64_t address, uint32_t bytes);
   void note_strong(int thread, uint64_t address, const void* from, uint32_t bytes, Time time);
@@ -133,10 +134,10 @@ class BlockMemory {
   uint64_t last_number_ = ~uint64_t(0);
   Line* last_line_ = nullptr;
   View common_view_;
-  std::map<int, View> views_;   // of the threads that have acquired since the last barrier
-  std::map<int, View> fenced_;  // of those that have passed a fence since: what they knew then
-  std::map<int, View> heard_;   // what the words told that threads loaded: theirs behind a fence
-  // What all threads, and those that have passed a fence.proxy.alias since, knew there.
+  std::map<int, View> views_;   // after an acquire since the last barrier
+  std::map<int, View> fenced_;  // after a fence since: the view at the fence
+  std::map<int, View> heard_;   // stamps of loaded words: views after a fence
+  // The views of all threads, and of single threads since, at their fence.proxy.alias.
   View common_alias_view_;
   std::map<int, View> alias_views_;
   uint32_t phase_ = 1;
@@ -145,14 +146,13 @@ class BlockMemory {
   uint32_t next_range_ = 0;
 };
 
-// The shared memory of a block: its bytes know who wrote and read them since the last barrier.
+// The shared memory of a block: each byte knows its writers and readers since the last barrier.
 class SharedMemory {
  public:
   explicit SharedMemory(uint32_t bytes);
-  // Throw BadAccess out of bounds, of bytes that nobody wrote, and where no barrier lies between
-  // one thread's store and another's load, one's load and another's store, two stores of different
-  // values, or an atomic update and
-  // anything else of another thread.
+  // Throw BadAccess out of bounds, for bytes that nobody wrote, and for accesses of two threads
+  // without a barrier in between: a store and a load in either order, two stores of different
+  // values, or an atomic update and any other access.
   void load(int thread, uint64_t address, void* to, uint32_t bytes);
   void store(int thread, uint64_t address, const void* from, uint32_t bytes);
   uint64_t begin_update(int thread, uint64_t address, uint32_t bytes);  // returns the value
@@ -160,7 +160,7 @@ class SharedMemory {
   void barrier() { ++phase_; }
 
  private:
-  // Of a byte: who did it last, as phase << 10 | thread. 0: nobody.
+  // The last thread that used a byte in each way, as phase << 10 | thread. 0: nobody.
   struct Uses {
     uint32_t stored = 0, updated = 0, read = 0;
     bool was_written = false;
@@ -168,7 +168,7 @@ class SharedMemory {
   uint64_t checked(uint64_t address, uint32_t bytes) const;
   void check_others(int thread, uint64_t at, uint32_t use, const char* does, const char* did) const;
   void note(int thread, uint32_t& use) const;
-  static constexpr uint32_t kSeveral = 1023;  // threads, in place of one
+  static constexpr uint32_t kSeveral = 1023;  // several threads
   uint32_t phase_ = 1;
   std::vector<uint8_t> data_;
   std::vector<Uses> uses_;

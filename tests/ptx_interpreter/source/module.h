@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A PTX text as the interpreter holds it.
+// A PTX text in the form that the interpreter executes.
 //
-// Terms. A *row* holds one value for each of the 32 lanes of a warp, in 64 bits each, the unused
-// upper ones zero. Registers are rows of a frame; immediates and addresses of variables are rows of
+// Terms. A *row* holds one value for each of the 32 lanes of a warp, in 64 bits each; unused upper
+// bits are zero. Registers are rows of a frame; immediates and addresses of variables are rows of
 // the module. Source: NVIDIA, "Parallel Thread Execution ISA", version 9.0.
 #pragma once
 
@@ -23,13 +23,13 @@ namespace ptx {
 constexpr int kLanes = 32;
 using Mask = uint32_t;  // of lanes
 
-// The text has something that the interpreter does not know, or that PTX does not allow.
+// The text contains something that the interpreter does not know, or that PTX does not allow.
 struct Refused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Where the spaces lie among generic addresses; every other address is a host pointer. Inside its
-// own space an address counts from kSpaceBase, so that 0 is never valid.
+// The windows of the state spaces among generic addresses; every other address is a host pointer.
+// Inside its own space an address counts from kSpaceBase, so that 0 is never valid.
 constexpr uint64_t kSpaceBase = 0x400;
 constexpr uint64_t kSharedWindow = uint64_t(1) << 60;
 constexpr uint64_t kParamWindow = uint64_t(2) << 60;
@@ -44,7 +44,7 @@ struct Type {
 enum class Space : uint8_t { kGeneric, kGlobal, kShared, kKernelParam, kFrameParam };
 enum class Order : uint8_t { kWeak, kRelaxed, kAcquire, kRelease, kAcqRel };
 enum class Atomic : uint8_t { kAdd, kMin, kMax, kExchange, kSwap, kAnd, kOr, kXor };
-// What the warp does itself, since it concerns more than one lane's registers.
+// The operations of the warp itself, which concern more than one lane's registers.
 enum class Control : uint8_t { kNone, kBranch, kCall, kReturn, kBarrier, kShuffle };
 
 class Warp;
@@ -52,7 +52,7 @@ struct Function;
 struct Instruction;
 using Handler = void (*)(Warp&, const Instruction&, Mask);
 
-// Bytes of the caller's parameters that become those of the callee, or the other way round.
+// Bytes of the caller's parameters that are copied to the callee's, or back.
 struct Passed {
   uint32_t from, to, bytes;
 };
@@ -64,7 +64,7 @@ struct Call {
   std::vector<uint32_t> results;
 };
 
-// An access in the text that orders memory, and whether a kernel has come there.
+// An access in the text that orders memory, and whether a kernel has executed it.
 struct OrderingSite {
   uint32_t line = 0;
   std::atomic<bool> reached{false};
@@ -90,7 +90,7 @@ struct Instruction {
   uint32_t line = 0;
   std::string_view text;
 
-  // Rows: from 0 the registers of the frame; below, ~index, those of the module.
+  // Rows: from 0 on, the registers of the frame; ~index for negative values, those of the module.
   static constexpr int32_t kNoRow = INT32_MIN;
 };
 
@@ -105,10 +105,10 @@ struct Function {
   bool defined = false;
   std::vector<Parameter> results, parameters;
   uint32_t own_param_bytes = 0;  // of results and parameters
-  uint32_t param_bytes = 0;      // with those of the calls that it makes
+  uint32_t param_bytes = 0;      // with those of the calls inside
   uint32_t rows = 0;
   int max_threads = 0;
-  // The smallest number of trips of a launch that counted them.
+  // The smallest number of trips of any launch that counted trips.
   std::unique_ptr<std::atomic<uint32_t>> fewest_trips =
       std::make_unique<std::atomic<uint32_t>>(UINT32_MAX);
   uint32_t shared_bytes = 0;  // with the variables of the whole module
@@ -118,7 +118,7 @@ struct Function {
 
 class Module {
  public:
-  // Throws Refused with the line of what it does not know.
+  // Throws Refused with the line of the unknown part.
   explicit Module(std::string text);
 
   const Function* kernel(std::string_view name) const;
@@ -134,8 +134,8 @@ class Module {
   std::vector<std::unique_ptr<std::vector<uint64_t>>> variables_;  // of the global space
 };
 
-// Gives registers rows, so that those which are never live together share one.
-// numbers: the registers of code, 0 to count - 1; on return rows. Returns how many rows there are.
+// Assigns rows to registers; registers that are never live at the same time may share a row.
+// numbers: the registers of code, 0 to count - 1; on return rows. Returns the number of rows.
 uint32_t assign_rows(std::vector<Instruction>& code, uint32_t count);
 
 }  // namespace ptx

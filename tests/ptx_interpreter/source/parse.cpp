@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A PTX text to a Module. Statements end with a semicolon; names live in the scopes that braces
-// open. What is not known is refused, with its line.
+// Parses a PTX text into a Module. Statements end with a semicolon; names are valid in the scopes
+// that braces open. Unknown parts are refused, with their line.
 #include <algorithm>
 #include <cctype>
 #include <cstring>
@@ -158,7 +158,7 @@ class Parser {
     std::string_view name;
     uint32_t align, bytes, element_bytes;
   };
-  // Behind the space: [.align n] [.ptr ...] .type name[[n]...]
+  // After the state space: [.align n] [.ptr ...] .type name[[n]...]
   Variable variable() {
     uint32_t align = 0;
     if (take_if(".align")) align = uint32_t(take_number());
@@ -285,7 +285,7 @@ class Parser {
     add(std::move(made));
   }
 
-  // A definition takes the place of a declaration.
+  // A definition replaces a declaration.
   void add(Function made) {
     std::unique_ptr<Function>& known = module_.functions_[made.name];
     if (known == nullptr || made.defined) known = std::make_unique<Function>(std::move(made));
@@ -452,7 +452,7 @@ class Parser {
     expect("]");
   }
 
-  // One row, or those between braces; returns how many.
+  // Parses one row, or several rows between braces; returns their number.
   template <class Put>
   uint8_t rows(int bits, Put put) {
     if (!take_if("{")) {
@@ -530,7 +530,7 @@ class Parser {
     refuse("the instruction " + std::string(opcode) + " is not known");
   }
 
-  // Of a type that has registers of its bits but no registers of its own.
+  // Returns the type of a name; types without registers of their own use registers of bits.
   static std::optional<Type> computed_type(std::string_view name) {
     if (name == "f16" || name == "bf16") return Type{'b', 16};
     if (name == "f16x2" || name == "bf16x2") return Type{'b', 32};
@@ -547,7 +547,7 @@ class Parser {
     int count = 0;
     for (; take_if(","); ++count) {
       if (count == 4) unknown(opcode);
-      // The amount of a shift has 32 bits; only positions and lengths of bit fields are such, too.
+      // Shift amounts have 32 bits; apart from them only positions and lengths of bit fields do.
       i.src[count] = operand(parts[0].starts_with("sh") ? 64 : type->bits).row;
     }
     if (count != sources_of(parts))
@@ -612,7 +612,7 @@ class Parser {
         i.atomic = atomics.at(part);
         has_operation = true;
       } else if (part == "sys" || part == "gpu") {
-        // A smaller scope would promise less; none of ours has one but inside a block.
+        // Smaller scopes would promise less; our kernels use them only inside a block.
         scoped = true;
       } else if (!is_atomic && (part == "v2" || part == "v4")) {
         i.count = part == "v2" ? 2 : 4;
@@ -691,7 +691,7 @@ class Parser {
     return uint32_t(name->value);
   }
 
-  // call (results), name, (arguments); either list may be left out.
+  // call (results), name, (arguments); either list may be missing.
   void call(Instruction& i, std::string_view opcode) {
     if (opcode != "call" && opcode != "call.uni") unknown(opcode);
     auto made = std::make_unique<Call>();
@@ -778,7 +778,7 @@ class Parser {
   std::vector<Scope> scopes_;
   uint32_t shared_bytes_ = 0;
   std::unordered_map<uint64_t, int32_t> constants_;
-  // Of the function that is read.
+  // State of the function being parsed.
   Function* function_ = nullptr;
   uint32_t params_at_ = 0;
   uint32_t registers_ = 0;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Registers to rows: compilers number registers without end, and rows of those that are in use at
-// the same time are all that a warp needs.
+// Assigns registers to rows: compilers number registers without limit, but a warp needs rows only
+// for the registers that are live at the same time.
 //
 // Liveness by the usual data-flow over basic blocks (Aho et al., "Compilers", 9.2.5), intervals
 // over the text, then a linear scan (Poletto and Sarkar, TOPLAS 21(5), 1999).
@@ -75,7 +75,7 @@ std::vector<BasicBlock> blocks_of(const std::vector<Instruction>& code, uint32_t
         if (!test(block.defined, r)) set(block.used, r);
       });
       for_each_definition(code[at], [&](uint32_t r) {
-        // Under a guard the old value stays for some lanes, so that it is used, too.
+        // Under a guard some lanes keep the old value, so the register is also used.
         if (code[at].guard != Instruction::kNoRow && !test(block.defined, r)) set(block.used, r);
         set(block.defined, r);
       });
@@ -113,8 +113,8 @@ uint32_t assign_rows(std::vector<Instruction>& code, uint32_t count) {
   if (code.empty()) return 0;
   std::vector<BasicBlock> blocks = blocks_of(code, count);
   spread_liveness(blocks);
-  // An instruction has the points 2 * at and 2 * at + 1. Its sources and results all cover the
-  // second one, so that a result never has the row of a source.
+  // An instruction has the points 2 * at and 2 * at + 1. All its sources and results cover the
+  // second point, so a result never shares a row with a source.
   std::vector<Interval> intervals(count);
   for (const BasicBlock& block : blocks) {
     for_each_set(block.live_in, [&](uint32_t r) { intervals[r].cover(2 * block.begin); });

@@ -36,7 +36,7 @@ class Trips {
     for (const int32_t row : i.dst)
       if (row >= 0) ready[size_t(row)] = there;
   }
-  // A warp knows which of its lanes execute.
+  // A warp must know which of its lanes execute, so it waits for the guard.
   void guarded(const Instruction& i, const Ready& ready) {
     if (i.guard >= 0) now_ = std::max(now_, ready[size_t(i.guard)]);
   }

@@ -15,13 +15,13 @@
 namespace ptx {
 namespace {
 
-// Branches backwards after which a group gives way to others of its warp, and a warp to others of
-// its block: enough for lanes that left a short loop early to be met again behind it.
+// Backward branches after which a group lets other groups of its warp run, and a warp other warps
+// of its block: enough for lanes that left a short loop early to be joined again behind the loop.
 constexpr uint32_t kBackwardPerGroup = 64;
 constexpr uint32_t kBackwardPerTurn = 256;
-// Turns of a block in which all that its warps did was to poll, before it sleeps.
+// Turns in which all warps of a block only poll, before the block sleeps.
 constexpr uint64_t kTurnsAwake = 20;
-// For a peer to return to its host, and to launch what comes next.
+// Long enough for a peer to return to its host, and to launch its next kernel.
 constexpr timespec kLateEnd{0, 50'000'000};
 
 std::mutex failure_mutex;
@@ -87,7 +87,7 @@ void Warp::park(uint32_t pc) {
   });
 }
 
-// Chooses the group that runs next; false where no lane can.
+// Chooses the group that runs next; returns false if no lane can run.
 bool Warp::pick() {
   struct Group {
     Frame* frame;
@@ -207,7 +207,7 @@ bool Warp::branch(const Instruction& i, Mask taken, uint32_t* backward) {
     if (*backward % kBackwardPerGroup == 0 && !block_.launch().schedule.no_progress_in_a_warp)
       gives_way_ = true;
     if (failed) throw BadAccess("another block has failed");
-    // A loop of the whole warp goes on, as long as the turn does.
+    // If all lanes loop back, the group continues while the turn lasts.
     if (stays == 0 && !gives_way_ && *backward < kBackwardPerTurn && !others_ready()) {
       pc_ = i.target;
       return true;
@@ -280,7 +280,7 @@ int Warp::waiting() const {
   }));
 }
 
-// bar.sync is one instruction of all lanes of a warp.
+// bar.sync is a single instruction for all lanes of a warp.
 void Warp::pass_barrier() {
   const Lane* first = nullptr;
   for (Lane& lane : lanes_) {
@@ -293,7 +293,7 @@ void Warp::pass_barrier() {
   }
 }
 
-// All lanes that the mask names exchange values, when they have all come.
+// All lanes in the mask exchange values, once all have arrived.
 bool Warp::shuffle(const Instruction& i) {
   const auto wanted = Mask(in(i.src[3])[__builtin_ctz(mask_)]);
   if ((mask_ & ~wanted) != 0) throw BadAccess("a lane that the mask does not name");
@@ -362,7 +362,7 @@ void Block::order_warps(std::vector<size_t>& order) {
   }
 }
 
-// Awaited blocks and processes may need the core.
+// Other blocks and processes, for which this block waits, may need the core.
 void Block::rest(uint64_t turns) const {
   if (turns < kTurnsAwake) {
     sched_yield();

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Warps and blocks: which lanes run next, and what they share.
+// Warps and blocks: which lanes run next, and which state they share.
 //
-// Every lane has a program counter of its own. The lanes of a warp that stand at the same
-// instruction of the same frame run together; of several such groups the deepest in calls and,
-// among those, the earliest in the text goes first, so that groups meet again behind a branch. A
-// group that keeps branching backwards gives way to the others now and then, as sm_70 and later
-// promise, unless the schedule says that it need not. The warps of a block take turns on one OS
-// thread, so a schedule can be repeated; blocks have a thread each.
+// Every lane has a program counter of its own. The lanes of a warp at the same instruction of the
+// same frame run together, as a group. The group that is deepest in calls runs first and, among
+// equals, the earliest in the text, so that groups meet again behind a branch. A group that keeps
+// branching backwards lets the others run now and then, as sm_70 and later promise, unless the
+// schedule permits otherwise. The warps of a block take turns on one OS thread, so a schedule can
+// be repeated; each block has a thread of its own.
 #pragma once
 
 #include <deque>
@@ -20,17 +20,16 @@
 namespace ptx {
 
 struct Schedule {
-  // The order of the warps: 0 upwards, 1 downwards, else a random one of that seed, anew each turn.
+  // The order of the warps: 0 upwards, 1 downwards, else random with this seed, in each turn anew.
   uint32_t seed = 0;
-  // A lane that waits for another lane of its own warp may wait for good.
+  // A lane that waits for another lane of its own warp may wait forever.
   bool no_progress_in_a_warp = false;
-  // Blocks with an even y wait until nothing changes before they acquire at a line for the first
-  // time, so that what they want is there when they look, while their peers mostly have to wait.
-  // They nap before they end, so that peers go on while nothing but a release has told them what
-  // the block did.
+  // Blocks with an even y wait until nothing changes before they first acquire at a line, so that
+  // awaited data is there when they look, while their peers mostly have to wait. They nap before
+  // they end, so that peers continue with only the block's releases.
   bool even_are_late = false;
-  // Several threads may read an element, of which the one that stores it uses what it read alone:
-  // so does Triton with tensors that have fewer elements than the block has threads.
+  // Several threads may read an element if the thread that stores it is the only one that uses the
+  // value. Triton does so with tensors that have fewer elements than the block has threads.
   bool replicates_reads = false;
   // The trips of blocks are counted (trips.h).
   bool counts_trips = false;
@@ -47,17 +46,17 @@ struct Launch {
 
 class Block;
 
-// The registers and parameters of a call in progress, of those lanes of a warp that made it.
+// The registers and parameters of a call in progress, for those lanes of a warp that made the call.
 struct Frame {
   const Function* function = nullptr;
   Frame* caller = nullptr;
   const Call* call = nullptr;
   uint32_t return_to = 0;
   int depth = 0;
-  int lanes = 0;                // that are in it or in what it calls
+  int lanes = 0;                // that are in it or in a function called by it
   std::vector<uint64_t> rows;   // of kLanes
   std::vector<uint8_t> params;  // param_bytes of each lane
-  Trips::Ready ready;           // of the rows, where trips are counted
+  Trips::Ready ready;           // of the rows, if trips are counted
   uint8_t* param(int lane, uint32_t offset) {
     return params.data() + size_t(lane) * function->param_bytes + offset;
   }
@@ -95,10 +94,10 @@ class Warp {
   bool pick();
   void run_group(uint32_t* backward);
   void count_trips(const Instruction& i, Mask active);
-  void park(uint32_t pc);  // the group stands there
+  void park(uint32_t pc);  // the group's position
   bool others_ready() const;
   Mask guarded(const Instruction& i) const;
-  // Each returns whether the group goes on at pc_.
+  // Each returns whether the group continues at pc_.
   bool branch(const Instruction& i, Mask taken, uint32_t* backward);
   bool call(const Instruction& i);
   bool finish(Mask leaving);
@@ -118,7 +117,7 @@ class Warp {
   uint64_t* rows_ = nullptr;
   Mask mask_ = 0;
   uint32_t pc_ = 0;
-  uint32_t meets_at_ = UINT32_MAX;  // where the next group of the frame stands
+  uint32_t meets_at_ = UINT32_MAX;  // the position of the frame's next group
   bool gives_way_ = false;
   uint32_t turn_ = 0;
   Trips trips_;
@@ -128,7 +127,7 @@ class Block {
  public:
   Block(const Launch& launch, KernelHistory& history, int x, int y);
   void run();
-  uint32_t trips();  // of the warp that made the most
+  uint32_t trips();  // of the warp with the most trips
 
   const Launch& launch() const { return launch_; }
   BlockMemory& memory() { return memory_; }
@@ -136,12 +135,12 @@ class Block {
   int x() const { return x_; }
   int y() const { return y_; }
 
-  // `count` threads have come to a barrier; `any`: of those, whether one brought a true predicate.
+  // `count` threads have reached a barrier; `any`: whether one of them has a true predicate.
   void arrive(int count, bool any, bool reduces);
   bool reduced() const { return reduced_; }
   bool gives_up_turn() { return std::exchange(gives_up_turn_, false); }
   void give_up_turn() { gives_up_turn_ = true; }
-  // Of Schedule::even_are_late.
+  // See Schedule::even_are_late.
   bool is_late() const { return launch_.schedule.even_are_late && y_ % 2 == 0; }
   void nap_before_end() const;
   bool comes_first(uint32_t line) { return lines_come_to_.insert(line).second; }
@@ -162,10 +161,10 @@ class Block {
   uint64_t random_;
 };
 
-// Runs all blocks of a launch, side by side. Whatever a kernel did wrong is kept for failure(), and
-// ends all kernels of the process.
+// Runs all blocks of a launch, side by side. A kernel's mistake is kept for failure(), and ends all
+// kernels of the process.
 void run(const Launch& launch);
-// What the first kernel that failed did, or nullptr.
+// The mistake of the first kernel that failed, or nullptr.
 const char* failure();
 void forget_failure();
 

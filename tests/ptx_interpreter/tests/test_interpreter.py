@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PTX interpreter computes what the PTX ISA says, and finds what a kernel must not do."""
+"""The PTX interpreter computes as the PTX ISA says, and reports kernels' mistakes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ptx_interpreter.build import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
-# %rd1: the address of the memory that the test gives; %r1: the thread.
+# %rd1: the address of the test's memory; %r1: the thread.
 KERNEL = """
 .version 8.0
 .target sm_90
@@ -51,7 +51,7 @@ def run(
     schedule: PtxSchedule | None = None,
     blocks: int = 1,
 ) -> str | None:
-    """Runs a kernel on the memory; returns what it did wrong, or None."""
+    """Runs a kernel on the memory; returns its mistake, or None."""
     ptx.allow(memory)
     module = ptx.load(KERNEL.format(body=body))
     given = struct.pack("<Q", memory.data_ptr())
@@ -60,7 +60,7 @@ def run(
 
 
 def each(operation: str, *values: torch.Tensor, result: torch.dtype) -> torch.Tensor:
-    """``operation`` of each row of values: %{letter}2 and so on give %{letter}1, per thread."""
+    """Runs ``operation`` on each row of values, per thread: %{letter}2 ... give %{letter}1."""
     kinds = {2: ("b16", "%rs"), 4: ("b32", "%r"), 8: ("b64", "%rd")}
     count, ways = len(values[0]), [kinds[each.element_size()] for each in values]
     out_type, out = kinds[result.itemsize]
@@ -91,7 +91,7 @@ HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def _bits_of_floats() -> torch.Tensor:
-    """FP32 values around each boundary of their bits, and around those of 16-bit floats."""
+    """FP32 values near each boundary of the bits of FP32 and of 16-bit floats."""
     made = torch.Generator().manual_seed(3)
     exponents = torch.arange(512, dtype=torch.int64) << 23
     near = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0x7FFFFF, 0x3FF000])
@@ -104,7 +104,7 @@ FLOATS = _bits_of_floats()
 
 
 def same_but_nan(got: torch.Tensor, want: torch.Tensor, nan_bits: int) -> bool:
-    """Equal bits; where ``want`` is NaN, the one NaN of NVIDIA's arithmetic."""
+    """Compares bits; where ``want`` is NaN, ``got`` must be NVIDIA's only arithmetic NaN."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[want.element_size()]
     expected = torch.where(want.isnan(), torch.tensor(nan_bits, dtype=bits), want.view(bits))
     return torch.equal(got.view(bits), expected)
@@ -171,7 +171,7 @@ def test_fused_multiply_add_rounds_once() -> None:
     got = each("fma.rn.f32 %r1, %r2, %r3, %r4;", a, b, c, result=torch.float32)
     alone = each("mul.rn.f32 %r1, %r2, %r3;\n  add.rn.f32 %r1, %r1, %r4;", a, b, c, result=a.dtype)
     x, y, z = (each.view(torch.float32).double() for each in (a, b, c))
-    # The product is exact in FP64. Where the sum is, too, one rounding remains.
+    # The product is exact in FP64. If the sum is exact as well, only one rounding remains.
     product, total = x * y, x * y + z
     exact = (total - z == product) & (total - product == z)
     assert exact.sum() > 1000
@@ -179,10 +179,11 @@ def test_fused_multiply_add_rounds_once() -> None:
     assert not torch.equal(got.view(a.dtype), alone)
 
 
-# ---- what a kernel must not do -------------------------------------------------------------------
+# ---- mistakes of kernels -------------------------------------------------------------------------
 
-# Lane 0 polls the first word 300 times for what the others write; the second says what it saw. A
-# turn has fewer polls. After each the block gives up the core: more would take long on a busy one.
+# Lane 0 polls the first word 300 times for the other lanes' stores; the second word tells whether
+# it saw them. A turn has fewer polls. After each turn the block gives up the core: more turns would
+# take long on a busy core.
 POLLS_FOR_A_LANE_OF_ITS_WARP = """
   setp.ne.u32 %p1, %r1, 0;
   @%p1 bra others;
@@ -218,7 +219,7 @@ def words(count: int = 64) -> torch.Tensor:
 
 
 def test_shared_memory_needs_a_barrier() -> None:
-    """Each thread reads what one of the other warp has written."""
+    """Each thread reads a byte that a thread of the other warp has written."""
     body, memory = STORES_BY_THREAD + SHARED + SWAPS, words()
     assert run(body.format(barrier="bar.sync 0;"), memory, threads=64) is None
     assert torch.equal(memory, torch.arange(63, -1, -1, dtype=torch.int32))
@@ -271,8 +272,8 @@ def test_what_is_wrong_is_found(what: str) -> None:
     assert found is not None and told in found, found
 
 
-# Block 0 stores the first word and tells of it in word 32; block 1 stores what it saw in word 64.
-# What block 1 does before, it does before block 0 begins, which waits for word 96.
+# Block 0 stores the first word and signals that in word 32; block 1 stores the value that it saw in
+# word 64. Block 1 runs its first part before block 0 begins, which waits for word 96.
 TELLS = """
   mov.u32 %r2, %ctaid.x;
   mov.u32 %r3, 1;
@@ -313,7 +314,7 @@ def test_a_fence_shows_what_the_words_before_it_told(kind: str, left_out: str) -
     assert memory[64] == (left_out == "nothing")
 
 
-# Each block stores its word, waits until the other has, and reads that one behind a fence.
+# Each block stores its word, waits for the other's store, and reads the other's word after a fence.
 STORE_THEN_LOAD = """
   mov.u32 %r2, %ctaid.x;
   mov.u32 %r3, 1;
@@ -356,7 +357,7 @@ def test_a_lane_may_wait_for_good_for_one_of_its_warp(progress: bool) -> None:
         ("tanh.approx.f32 %f1, %f2;", "tanh.approx.f32"),
         ("ld.volatile.global.u32 %r2, [%rd1];", "ld.volatile.global.u32"),
         ("bar.sync 1;", "a barrier other than 0"),
-        ("add.f32 %f1, %f2, %f3;", "add.f32"),  # contraction would be the compiler's choice
+        ("add.f32 %f1, %f2, %f3;", "add.f32"),  # the compiler could contract it
         ("add.u32 %r1, %r2, %x3;", "%x3"),
         ("add.u32 %r1, %r2;", "add.u32 with 1 operand"),
         ("add.u32 %r1, %r2, %r3, %r4;", "add.u32 with 3 operands"),
@@ -395,7 +396,7 @@ def test_addresses_of_no_multicast_object_are_errors(offset, said):
 
 LOAD = "ld.global.u32 %r2, [%rd1];"
 BESIDE = "ld.global.u32 %r3, [%rd1+4];"
-# How often a kernel waits for loads, one after the other.
+# The number of times a kernel waits for loads, one after the other.
 WAITS = {
     "no load": ("mov.u32 %r2, 0; st.global.u32 [%rd1+128], %r2;", 0),
     "nobody looks": (LOAD, 0),
