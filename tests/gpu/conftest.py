@@ -89,7 +89,6 @@ def gpu_worlds(device: None) -> Iterator[Worlds]:
         return built[0]
 
     yield get
-    # Closing is not enough: what ranks keep while they live must be freed before the device is
-    # closed.
+    # Closing is not enough: what ranks keep must be freed before the device is closed.
     while built:
         built.pop().close()

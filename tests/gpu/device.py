@@ -34,8 +34,7 @@ _H200 = {"multiprocessors": 132, "threads": 256, "memory_bytes": 140 << 30}
 # Multiprocessors of an emulated device that processes share. With an H200's 132, each process would
 # have hundreds of threads.
 _SHARED_MULTIPROCESSORS = 8
-# Keeps the stream busy for so long that work queued behind it cannot begin before the host
-# continues.
+# Keeps the stream busy until the host has queued more work behind it and continued.
 _BUSY_CYCLES = 400_000_000
 _EMULATED_BUSY_S = 0.02
 _HELD_S = 60.0

@@ -103,8 +103,7 @@ def stand_ins() -> Iterator[None]:
 
     def graphed_step(step: Any, optimizer: Any, **how: Any) -> Any:
         made = usual_step(step, optimizer, **how)
-        # Here all tensors look like host tensors; mark the learning rates, which a step reads on
-        # the host.
+        # Here all tensors look like host tensors; a step reads the learning rates there.
         runtime: Any = cuda.current()
         runtime.host_tensors.extend(group["lr"] for group in optimizer.param_groups)
         return made
@@ -112,8 +111,7 @@ def stand_ins() -> Iterator[None]:
     resize = torch.UntypedStorage.resize_
 
     def resized_in_order(storage: torch.UntypedStorage, size_bytes: int) -> Any:
-        # Unlike a GPU's allocator, malloc may reuse memory before the device's work with it has
-        # ended.
+        # Unlike a GPU's allocator, malloc may reuse memory that the device still uses.
         if resized_in_graph(storage, size_bytes):
             return storage
         device.synchronize()
@@ -150,8 +148,7 @@ def main(arguments: Sequence[str]) -> int:
             stack.enter_context(device.in_use())
         else:
             device.take()
-        # FSDP2's tensors have no storage, which ordering by streams needs, and they need no
-        # ordering.
+        # FSDP2's tensors lack the storage that ordering by streams needs, and need no ordering.
         if "fsdp2-on-nccl" not in arguments:
             stack.enter_context(device.ordered())
         stack.enter_context(stand_ins())

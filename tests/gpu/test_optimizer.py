@@ -121,8 +121,7 @@ def step_once(optimizer, clip):
 def test_a_graph_replays_steps_as_eager_ones(dtype, clip, scaled):
     """A step never waits for the device nor reads the host: step, lr and scale are on the device.
 
-    The test captures two steps, and replays them three times with other gradients and learning
-    rates.
+    Two captured steps are replayed three times with other gradients and learning rates.
     """
 
     def build():

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Prints how many quotients by quotient_of() differ from those by a division, and how many those of
-// its first step: for all counts of ranks, of numbers of every exponent, with mantissas at random
-// and at their ends.
+// Prints how many results of quotient_of() differ from a division's, and how many results of its
+// first step alone do: for all counts of ranks and for numbers of every exponent, with random
+// mantissas and with the first and last ones.
 #include <cstdio>
 
 #include "kernels/cuda/packets.h"

@@ -212,8 +212,7 @@ STEP_BARS = (
     *(Bar(length, "<=", 512), Bar(checked_divisions, "<=", 0), SERIES),
     *(Bar(kib_in_flight, ">=", 84), Bar(stack_bytes, "<=", 0)),
 )
-# 80 registers allow blocks of 768 threads. With 72, code outside of the loop would need a stack of
-# 40 bytes.
+# 80 registers allow blocks of 768 threads; with 72, code around the loop needs 40 bytes of stack.
 STEP_BARS_OF_2 = (*STEP_BARS, Bar(length_per_element, "<=", 45), Bar(registers, "<=", 80))
 NORM_BARS = (SERIES, Bar(kib_in_flight, ">=", 64))
 

@@ -67,8 +67,7 @@ def compilations():
 
         def take(unit: str, target: str) -> Binary:
             try:
-                # Removes the result, so that its memory is free when the next test reads another
-                # result.
+                # Removes the result, so that its memory is free for the next test.
                 return under_way.pop((unit, target)).result()
             except BrokenProcessPool:
                 ends = [process.exitcode for process in processes]
@@ -321,7 +320,7 @@ def test_every_header_is_compiled():
 
 
 def configure(folder: Path, *options: str) -> str:
-    """Makes a build folder of the CUDA part alone, and returns what CMake said."""
+    """Makes a build folder of the CUDA part alone, and returns CMake's output."""
     tools = Path(sys.executable).parent
     names = [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"]
     what = ["-DRINGCOMM_PYTHON=OFF", *options]
@@ -358,6 +357,5 @@ def test_nvcc_makes_what_a_wheel_carries(tmp_path, unit):
         empty = unit in MULTICAST and ".sm_80." in path.name
         assert set(binary.kernels) == (set() if empty else kernels_of(unit))
         assert checks.local_memory(binary) == []
-        # Alias fences are counted in the PTX of the machine code's own compilation, not in this
-        # PTX.
+        # Alias fences are counted in the PTX of the machine code, which is not this PTX.
         assert unit in MULTICAST or checks.memory_orders(binary) == []

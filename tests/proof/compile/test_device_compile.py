@@ -121,7 +121,7 @@ def compiled(monkeypatch):
 
 
 def _moved_by_one(*shape, dtype=torch.bfloat16):
-    """A tensor that begins one element into its memory."""
+    """Returns a tensor that begins one element after the start of its memory."""
     return torch.empty(1 + prod(shape), dtype=dtype)[1:].view(shape)
 
 

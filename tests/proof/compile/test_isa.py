@@ -15,8 +15,7 @@ from tests.support import ROOT, together
 from tests.support.compiler import LOW_PRIORITY
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-# Without the Python module, whose headers the cross compiler lacks, and the x86-64 instruction
-# sets.
+# Not the Python module, whose headers the cross compiler lacks, nor x86-64 instruction sets.
 ARM_SOURCES = sorted(
     path
     for path in (ROOT / "kernels/host").glob("*.cpp")

@@ -116,7 +116,7 @@ def group_of_group(store: StepStore, rank: int) -> Any:
 
 
 def over_nodes(store: StepStore, rank: int) -> Any:
-    """Rank 1, the killed rank's local peer, is no member, but tells the other node of the death."""
+    """Rank 1, the killed rank's local peer, is not a member, but informs the other node."""
     os.environ["RINGCOMM_NODE_ID"] = f"node{min(rank, 1)}"
     return _of_communicator(lambda comm: comm.new_group([0, 2]), store, rank)
 
@@ -185,8 +185,7 @@ def _rank(inner: Store, rank: int, world: int, kind: str, killed_at: int | None)
     except RingcommError as raised:
         error = raised
     steps = store.steps
-    # A finished rank stays until all others have ended, so that its own end is not taken for the
-    # loss.
+    # A finished rank stays until all others have ended, so that its end is not taken for the loss.
     if rank != KILLED and killed_at is not None:
         inner.set(f"over{rank}", "")
         inner.wait([f"over{each}" for each in range(WORLD) if each != KILLED])

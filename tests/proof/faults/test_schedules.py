@@ -12,8 +12,7 @@ from tests.support.fault_schedules import FATAL, HARMLESS, KINDS, draw_chain, in
 
 pytestmark = pytest.mark.deadlines
 
-# Chosen to stop few ranks, since each stopped rank costs a timeout, and to cover all that the tests
-# below require.
+# Chosen to stop few ranks, as each stop costs a timeout, and to cover all that the tests require.
 SEEDS = (
     *(422, 424, 426, 428, 430, 431, 432, 434, 436, 438),
     *(440, 441, 442, 444, 446, 448, 449, 450, 452, 455),

@@ -106,8 +106,8 @@ TEAMS = Litmus(
     },
 )
 
-# Zero copy over a ring of acknowledgements: the first rank sees the third rank's stores, of which
-# only the second rank has told it.
+# Zero copy over a ring of acknowledgements: the first rank sees the third rank's stores, although
+# it acquires only from the second rank.
 CHAIN = Litmus(
     [["publish"], ["await_alone", "publish"], ["await_alone"]],
     [
@@ -168,8 +168,7 @@ DETACH = Litmus(
     },
 )
 
-# NOTE [signals]: of two store-then-load sequences with fences, at least one load sees the other
-# sequence's store.
+# NOTE [signals]: of two fenced store-then-load sequences, at least one sees the other's store.
 SLEEP = Litmus(
     [["Waiter::pause"], ["publish"]],
     [
@@ -212,8 +211,7 @@ BUFFER = Litmus(
     },
 )
 
-# As BUFFER, but another thread of the sender has the fault record, and the sender waits for the
-# abort word.
+# As BUFFER, but another thread has the fault record, and the sender waits for the abort word.
 CLAIM = Litmus(
     [["fail"], ["claim_fault", "await_raised"], ["verify_peer_buffers"]],
     [

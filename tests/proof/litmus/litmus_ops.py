@@ -13,7 +13,7 @@ Location = str
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of a program; see the functions that make them."""
+    """One operation of a program, made by one of the functions below."""
 
     kind: str
     location: Location = ""

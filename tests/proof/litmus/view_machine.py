@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from tests.proof.litmus.litmus_ops import Location, Op
 
 View = tuple[tuple[Location, "Id"], ...]  # sorted
-Id = tuple[int, int]  # thread and position in its program, which store once
+Id = tuple[int, int]  # thread and position in its program; a position stores only once
 INITIAL: Id = (-1, -1)
 BUCKET = "futex bucket"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// CRC-32 by several threads, against its definition. test_checksum_races.py also builds it with
-// mutants, each of which must fail.
+// CRC-32 computed by several threads, compared with its definition. test_checksum_races.py also
+// builds this program with mutants, each of which must fail.
 #include <cstdint>
 #include <cstdio>
 #include <vector>
@@ -13,7 +13,7 @@ using namespace ringcomm::host;
 
 namespace {
 
-constexpr uint64_t kPart = 16 << 10;  // kPartBytes, as the test shortens it
+constexpr uint64_t kPart = 16 << 10;  // kPartBytes, which the test shortens
 
 uint32_t with_byte(uint32_t crc, unsigned char byte) {
   crc ^= byte;

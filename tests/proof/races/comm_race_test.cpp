@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The owners of kernels/host under ThreadSanitizer: ranks of one process that make collectives and,
-// from a second thread, send and receive; whose communicators are aborted from a third thread, and
-// closed and built again over the same memory. tests/proof/races/test_comm_races.py also builds it
-// with mutants, each of which must fail.
+// Communicators and messengers of kernels/host under ThreadSanitizer. Ranks of one process make
+// collectives, and send and receive from a second thread. A third thread aborts their
+// communicators, which are closed and built again over the same memory.
+// tests/proof/races/test_comm_races.py also builds it with mutants, each of which must fail.
 //
 //   comm_race_test WORLD GENERATIONS ROUNDS [MILLISECONDS]    the last: how long a wait lasts
 //   comm_race_test SECONDS [MILLISECONDS]    the owner of a fault record stops; an alarm after that
@@ -89,7 +89,7 @@ bool all_reduce(World& w, int rank, int round, float* data, Algorithm algorithm)
   return true;
 }
 
-// Until something fails or all rounds are made.
+// Runs until a call fails or all rounds are made.
 void collectives(World& w, int rank) {
   const Allocation in_heap(*w.heap, kElems * sizeof(float));
   std::vector<float> plain(kElems);
@@ -102,7 +102,8 @@ void collectives(World& w, int rank) {
   }
 }
 
-// To the next rank and from the one before, from staging and zero copy by turns.
+// Sends to the next rank and receives from the previous one, from staging and with zero copy
+// alternately.
 void messages(World& w, int rank) {
   const int next = (rank + 1) % w.size, previous = (rank + w.size - 1) % w.size;
   Messenger& messenger = *w.ranks[size_t(rank)].messenger;
@@ -141,7 +142,7 @@ void generation(World& w, int rank, int abort_by) {
   const uint64_t region_bytes = w.ranks[size_t(rank)].comm->region_bytes();
   w.ranks[size_t(rank)].comm->close();
   {
-    // May be the region that was just closed, once no peer stores there any more.
+    // This may be the region just closed, once no peer stores there any more.
     const Allocation next(*w.heap, region_bytes);
     std::fill_n(next.data(), region_bytes / sizeof(float), 1.0f);
   }
@@ -151,7 +152,7 @@ void generation(World& w, int rank, int abort_by) {
 }
 
 using Call = void (*)(Rank&);
-// Rank 0 alone makes these calls, so they fail.
+// Only rank 0 makes these calls, so they fail.
 const Call kCalls[] = {
     [](Rank& r) { r.comm->barrier(); },
     [](Rank& r) { r.comm->abort("beside another"); },
@@ -161,7 +162,7 @@ const Call kCalls[] = {
     },
 };
 
-// Two ranks; a thread of rank 0 that makes no call has the rank's fault record.
+// Two ranks. A thread of rank 0 that makes no call has claimed the rank's fault record.
 struct Claimed {
   World w{2, 1};
   ControlPage* page;
@@ -187,7 +188,7 @@ struct Claimed {
   }
 };
 
-// The record's owner raises the abort word late: until then no call may return.
+// The record's owner raises the abort word late; no call may return before that.
 void nothing_returns_before_the_word() {
   for (const Call call : kCalls) {
     Claimed c;
@@ -204,7 +205,7 @@ void nothing_returns_before_the_word() {
 }
 
 // The record's owner stops in the middle of the record. Every call returns with the word raised,
-// and nobody reads the record until the owner has gone on and completed it.
+// and no rank reads the record until the owner has continued and completed it.
 void calls_outlast_the_owner(unsigned seconds) {
   alarm(seconds);
   Claimed claimed[std::size(kCalls)];
@@ -241,7 +242,7 @@ int main(int argc, char** argv) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < w.size; ++rank)
     threads.emplace_back([&w, rank, generations = std::atoi(argv[2])] {
-      // Every second one is aborted, by each rank in turn.
+      // Every second generation is aborted, by each rank in turn.
       for (int g = 0; g < generations; ++g) generation(w, rank, g % 2 == 0 ? -1 : g / 2 % w.size);
     });
   for (std::thread& t : threads) t.join();

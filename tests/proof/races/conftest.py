@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that several race tests are linked with, compiled once for all of them."""
+"""Compiles object files that several race tests link, once for all of these tests."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.support.compiler import (
     skip_without_sanitizer,
 )
 
-# The loops over elements, and the waits, in neither of which a mutant is.
+# The loops over elements, and the waits: mutants change neither.
 STEADY = ("isa_baseline", "waiter")
 
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The calls that the ranks of device_race_test.cpp make, one after the other, and what each must
-// give. Values are small integers, so that every sum is exact.
+// The calls that the ranks of device_race_test.cpp make, one after the other, and their expected
+// results. Values are small integers, so every sum is exact.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace races {
 
 using namespace ringcomm;
 
-// The fewest slots, and many items, so that every slot is waited for.
+// The fewest slots for many items, so that senders wait for every slot.
 constexpr uint32_t kSegmentBytes = 1024;
 constexpr int kSlots = 2;
 constexpr uint32_t kLLBytes = 512;
@@ -27,9 +27,9 @@ enum class Kernel {
   kLLMove,
   kLLReduce
 };
-enum class BufferKind { kPlain, kHeap, kInPlace };  // in place: in the heap, too
+enum class BufferKind { kPlain, kHeap, kInPlace };  // in place: also in the heap
 
-// A rank's kernels of one stream run in order; those of different streams run at once.
+// The kernels of one stream of a rank run in order; kernels of different streams run concurrently.
 enum StreamKind { kCollectives, kSends, kReceives, kStreams };
 
 struct Case {
@@ -38,7 +38,7 @@ struct Case {
   Algorithm algorithm = Algorithm::kOneShot;
   BufferKind buffer = BufferKind::kPlain;
   RedOp op = RedOp::kSum;
-  uint64_t elems = 0;  // of a chunk; all-reduce: of the whole
+  uint64_t elems = 0;  // of a chunk; for all-reduce of the whole buffer
   int root = -1;
   int blocks = 0;
   uint64_t step = 0;
@@ -75,8 +75,8 @@ inline const Case kCycle[] = {
 };
 constexpr uint64_t kCycleSteps = std::size(kCycle);
 
-// The sizes of LL calls, by turns. The first calls write no second packet, so later calls find
-// there the packets of much earlier calls.
+// The sizes of LL calls, in turn. The first calls write no second packet, so later calls find the
+// second packets of much earlier calls.
 constexpr uint64_t kLLElems[] = {1, 2, 2, 1, 2, 1, 128, 100, 3, 127, 17, 64, 1, 5, 40, 77};
 
 inline uint64_t ll_calls_before(uint64_t step) {
@@ -87,7 +87,7 @@ inline uint64_t ll_calls_before(uint64_t step) {
   return step / kCycleSteps * among(kCycleSteps) + among(step % kCycleSteps);
 }
 
-// Longest chunk: each of `channels` parts of it is long enough for zero copy.
+// Longest chunk: each of its `channels` parts is long enough for zero copy.
 inline uint64_t heap_elems(int channels) {
   return uint64_t(channels) * (kZeroCopyMinBytes / sizeof(float) + 16) + 64;
 }
@@ -118,7 +118,7 @@ inline Case case_of(StreamKind stream, uint64_t step, int world, int channels) {
   return c;
 }
 
-// Who sends a message to whom: the next rank, the one before, or everybody.
+// Whether `from` sends a message to `to`: to the next rank, the previous rank, or all, in turn.
 inline bool talks(const Case& c, int world, int from, int to) {
   const int distance = (to - from + world) % world;
   return distance != 0 && (c.step % 3 == 2 || distance == (c.step % 3 == 0 ? 1 : world - 1));
@@ -130,7 +130,7 @@ inline bool receives(StreamKind stream, int rank) {
   return stream == kCollectives || (stream == kReceives) != both_ways(rank);
 }
 
-// What `from` has for `to`, of the calls that take lists.
+// Elements that `from` has for `to` in calls that take lists.
 inline uint64_t pair_elems(const Case& c, int world, int from, int to) {
   switch (c.collective) {
     case Collective::kAllGather:
@@ -165,7 +165,7 @@ inline float sum_at(const Case& c, int world, uint64_t i) {
   return total;
 }
 
-// Element i of rank `me`'s output, in which everything else stays untouched.
+// Element i of rank `me`'s output; all other elements must stay untouched.
 inline float expected(const Case& c, int world, int me, uint64_t i) {
   const uint64_t n = c.elems;
   const int from = int(i / n);

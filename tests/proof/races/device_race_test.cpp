@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What the kernels do (kernels/cuda/body.h), back to back: ranks x channels x lanes as threads, and
-// per rank a stream of collectives, one of sends and one of receives, all at once. No barrier
-// stands between ranks: a rank's next kernel begins when its last has ended, as on a GPU. Under
-// ThreadSanitizer a race of the templates is reported, and without it wrong results are.
+// Runs the kernels (kernels/cuda/body.h) back to back: ranks x channels x lanes as threads. Each
+// rank has a stream of collectives, one of sends and one of receives, all at once. No barrier
+// separates ranks: a rank's next kernel begins when its last has ended, as on a GPU.
+// ThreadSanitizer reports races of the templates; without it the program reports wrong results.
 //
 // With ROUNDS 0 each kernel runs once, and the last rank makes another call, or none: all lanes of
-// all blocks must come to an end together, and a rank must say why. The fault record is also taken
-// by a lane that does not run on until the others have given up, as lanes of one warp may, and by
-// another kernel of the rank, whose word the others' end must wait for.
+// all blocks must end together, and a rank must record the fault. In further cases a lane takes the
+// fault record but does not continue until the others have given up, as lanes of one warp may, or
+// another kernel of the rank takes it: then the others must not end before that kernel's abort
+// word.
 //
-//   device_race_test WORLD CHANNELS LANES ROUNDS FIRST TIMEOUT_MS
+// device_race_test WORLD CHANNELS LANES ROUNDS FIRST TIMEOUT_MS
 #include <unistd.h>
 
 #include <atomic>
@@ -24,7 +25,7 @@ using namespace races;
 
 namespace {
 
-// The other threads go on: the process ends here.
+// Ends the process, since the other threads still run.
 [[noreturn]] void give_up(int rank, const Case& c, const char* what, int number) {
   std::fprintf(stderr, "rank %d: %s %d: step %d, collective %d, algorithm %d, %d elements\n", rank,
                what, number, int(c.step), int(c.collective), int(c.algorithm), int(c.elems));
@@ -50,25 +51,25 @@ void run_kernel(const Case& c, EmulatedTeam team, const ListParams& p, int rank)
   }
 }
 
-// One lane of one block of the kernel that the rank's stream runs.
+// Runs one lane of one block of the current kernel of the rank's stream.
 void run_block(const Setting& s, Queue& q, int rank, int channel, int lane) {
   host::LaneGroup* const block = q.blocks[size_t(channel)].get();
   Workspace* const workspace = &q.workspaces[size_t(channel)];
-  // A block finds in its shared memory what another left there.
+  // A block's shared memory begins with another block's data.
   if (lane == 0) std::memset(static_cast<void*>(workspace), 0xa5, sizeof(Workspace));
   block->wait(lane);
   run_kernel(q.running, EmulatedTeam{workspace, block, lane, s.lanes, channel, q.running.blocks},
              q.params, rank % kMaxRanksPerLaunch);
 }
 
-// One thread: lane `lane` of every block of `channel` on a rank's stream.
+// The body of one thread: lane `lane` of every block of `channel` on a rank's stream.
 void run_lane(World& w, StreamKind stream, int rank, int channel, int lane) {
   Queue& q = w.queues[size_t(stream)][size_t(rank)];
   const int thread = channel * w.s.lanes + lane;
   const bool leader = thread == 0;
   const uint64_t steps = w.s.rounds * kCycleSteps;
   for (uint64_t step = 0; step <= steps; ++step) {
-    q.threads->wait(thread);  // all blocks of the last kernel have ended
+    q.threads->wait(thread);  // waits for all blocks of the last kernel
     if (leader && step > 0) {
       if (load_acquire_sys(&w.control(rank)->aborted) != 0)
         give_up(rank, q.running, "status", int(w.control(rank)->fault.status));
@@ -83,7 +84,7 @@ void run_lane(World& w, StreamKind stream, int rank, int channel, int lane) {
 
 enum class Fault { kOtherSize, kOtherCall, kNoCall, kCount };
 
-// The call of `rank` at a step at which the last rank does something else.
+// The call of `rank` at a step at which the last rank makes another call or none.
 Case faulty_case(const Setting& s, Fault fault, uint64_t step, int rank) {
   Case c = case_of(kCollectives, step, s.world, s.channels);
   if (rank != s.world - 1) return c;
@@ -94,7 +95,7 @@ Case faulty_case(const Setting& s, Fault fault, uint64_t step, int rank) {
   return c;
 }
 
-// Whether a rank has given up, after all kernels have ended.
+// Whether some rank has given up, after all kernels have ended.
 bool ends_with_a_fault(const Setting& s, Fault fault, uint64_t step) {
   World w(s);
   std::vector<std::thread> lanes;
@@ -129,7 +130,7 @@ bool every_fault_ends(const Setting& s) {
   return true;
 }
 
-// The view of a rank's first block, as its kernel has it.
+// The view of a rank's first block, as in its kernel.
 View view_of(World& w, int rank, Workspace& workspace) {
   host::LaneGroup alone(1);
   EmulatedTeam team{&workspace, &alone, 0, 1, 0, 1};
@@ -138,8 +139,9 @@ View view_of(World& w, int rank, Workspace& workspace) {
   return workspace.view;
 }
 
-// Two lanes of one warp fail at once, and the one that has the record goes on only when the other
-// has come to where the lanes meet again. The alarm ends a lane that waits before that.
+// Two lanes of one warp fail at once. The lane that has the record continues only after the other
+// has reached the point where the warp's lanes meet again. The alarm ends a lane that waits before
+// that point.
 void a_lane_leaves_the_record_to_its_warp(const Setting& s) {
   World w(s);
   prepare(w, w.queues[kCollectives][0], kCollectives, 0,
@@ -158,7 +160,7 @@ void a_lane_leaves_the_record_to_its_warp(const Setting& s) {
     give_up(0, w.queues[kCollectives][0].running, "two lanes, one record", int(other));
 }
 
-// Whether the kernel of a step, which fails, ended while the rank's abort word was down: another
+// Whether the failing kernel of a step ended before the rank's abort word was raised: another
 // kernel of the rank has the record, and raises the word late.
 bool ends_before_the_word(const Setting& s, uint64_t step) {
   World w(s);

@@ -20,7 +20,7 @@ using namespace ringcomm::device;
 struct Setting {
   int world, channels, lanes;
   uint64_t rounds;
-  uint32_t first;  // calls and items so far, as the words say
+  uint32_t first;  // numbers of earlier calls and items, for the words' initial values
   uint64_t timeout_ms;
 };
 
@@ -29,13 +29,13 @@ struct Buffers {
   float *heap_in, *heap_out;
 };
 
-// One rank's stream: at most one kernel runs at a time.
+// One stream of a rank: at most one kernel runs at a time.
 struct Queue {
-  ListParams params;  // kernels without lists read its beginning alone
+  ListParams params;  // kernels without lists read only its first part
   Case running;
   Buffers buffers;
-  std::unique_ptr<host::LaneGroup> threads;  // all that take part in its kernels
-  std::vector<Workspace> workspaces;         // by block, as the next two
+  std::unique_ptr<host::LaneGroup> threads;  // the threads that run its kernels
+  std::vector<Workspace> workspaces;         // by block, like `blocks`
   std::vector<std::unique_ptr<host::LaneGroup>> blocks;
 };
 
@@ -70,7 +70,7 @@ struct World {
     }
   }
 
-  // The last element is for inputs that begin at an odd one.
+  // One more element, for inputs that begin at an odd element.
   uint64_t buffer_elems() const { return heap_elems(s.channels) * uint64_t(s.world) + 1; }
   RankTable* table(int rank) const {
     return reinterpret_cast<RankTable*>(regions[size_t(rank)] + layout.region_bytes());
@@ -80,7 +80,7 @@ struct World {
   }
 
  private:
-  // Two rings: the ranks in order, and the odd ones backwards after the even ones.
+  // Writes two rings: the ranks in order, and the even ranks followed by the odd ranks backwards.
   void write_table(int rank, char* heap) {
     RankTable* t = table(rank);
     t->rank = rank;
@@ -99,8 +99,8 @@ struct World {
     }
   }
 
-  // Puts the words into the state behind `first` items and LL calls. The buffers hold packets of
-  // the round before, whose flags come again unless the buffers are cleared.
+  // Sets the words to their state after `first` items and LL calls. The buffers hold packets of the
+  // flags' previous cycle, whose flags come again unless the buffers are cleared.
   void write_words(int rank) {
     char* const region = regions[size_t(rank)];
     for (int i = 0; i < int(Stream::kCount); ++i)
@@ -139,7 +139,7 @@ struct World {
 
 inline float* input_of(Queue& q) {
   if (q.running.buffer != BufferKind::kPlain) return q.buffers.heap_in;
-  return q.buffers.plain_in.data() + q.running.step % 2;  // not aligned as the output
+  return q.buffers.plain_in.data() + q.running.step % 2;  // aligned differently from the output
 }
 
 inline float* output_of(Queue& q) {
@@ -148,7 +148,7 @@ inline float* output_of(Queue& q) {
   return c.buffer == BufferKind::kHeap ? q.buffers.heap_out : q.buffers.plain_out.data();
 }
 
-// The lists of a call, behind each other in the launch: inputs by reader, outputs by sender.
+// Writes a call's lists into the launch, in a row: inputs by reader, outputs by sender.
 inline void write_lists(const World& w, Queue& q, int rank) {
   const Case& c = q.running;
   const int world = w.s.world;
@@ -169,7 +169,7 @@ inline void write_lists(const World& w, Queue& q, int rank) {
   }
 }
 
-// The user's kernel before the call: fills the input. Then the launch's arguments.
+// Fills the input, as a user's kernel before the call, and sets the launch's arguments.
 inline void prepare(World& w, Queue& q, StreamKind stream, int rank, const Case& c) {
   q.running = c;
   const uint64_t capacity = w.buffer_elems() - 1, bytes = c.elems * sizeof(float);
@@ -193,7 +193,7 @@ inline void prepare(World& w, Queue& q, StreamKind stream, int rank, const Case&
   if (c.collective == Collective::kBarrier) args.total_bytes = args.chunk_bytes = 0;
   const bool sized = c.collective != Collective::kAllToAll && c.collective != Collective::kSend &&
                      c.collective != Collective::kBarrier;
-  args.match_bytes = sized ? args.total_bytes : 0;  // that all ranks agree on
+  args.match_bytes = sized ? args.total_bytes : 0;  // only sizes on which all ranks agree
   args.timeout_ns = w.s.timeout_ms * 1'000'000;
   args.factor = factor_of(c, rank);
   args.collective = c.collective;
@@ -206,7 +206,7 @@ inline void prepare(World& w, Queue& q, StreamKind stream, int rank, const Case&
   if (stream == kReceives && both_ways(rank)) q.running.blocks = 0;
 }
 
-// The user's kernel after the call: reads the output, and uses the input for something else.
+// Checks the output and overwrites the input, as a user's kernel after the call.
 inline bool check(World& w, Queue& q, StreamKind stream, int rank) {
   const Case& c = q.running;
   const float* out = output_of(q);

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A lender whose call ends at any moment, and who then changes its buffer: what a reader's call
-// returned as a success must be what was lent. Two ranks in turn, so every run is the same: the
-// reader stops before each of its steps and copies in turn until the lender has given up.
-// tests/proof/races/test_lending.py builds it with mutants, each of which must fail.
+// A lender's call ends at any moment, and the lender then changes its buffer. If the reader's call
+// reports success, it must have returned the lent data. The two ranks run in turn, so every run is
+// the same: the reader stops before one of its steps or copies, a later one in each run, until the
+// lender has given up. tests/proof/races/test_lending.py builds this program with mutants, each of
+// which must fail.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -29,16 +30,16 @@ static_assert(kChunkBytes >= kSingleCopyMinBytes);
 
 float value(int rank, uint64_t i) { return float((uint64_t(rank) * 7 + i * 3) % 11) - 5; }
 
-// What the two know of each other outside of the protocol.
+// State that the two share outside of the protocol.
 struct Shared {
   std::atomic<bool> give_up = false, returned = false, ended = false;
-  // Set: the lender ends in place of giving up, and another process has its number and this memory.
+  // If set, the lender ends instead, and another process gets its number and this memory.
   float* taken_over = nullptr;
-  int stop_before;  // this one of the reader's events
+  int stop_before;  // the reader's event before which it stops
   int events = 0;
 };
 
-// The reader stops at an event; the lender's clock begins to run then.
+// The reader stops at an event; from then on the lender's clock runs.
 struct Team {
   static constexpr bool kSleeps = false, kShareWaits = false, kReadsWhole = false,
                         kDealsTiles = false, kReadsProcesses = true;
@@ -224,7 +225,7 @@ Status call(World& w, const Form& form, int rank) {
   return status;
 }
 
-// Whether the reader came to the event; false, too, at the end of the program.
+// Whether the reader reached the event; false also at the end of the program.
 bool stopped(const Form& form, int before, bool ends) {
   World w(before);
   if (ends) w.shared.taken_over = w.ranks[kLender].plain.data();
@@ -237,7 +238,7 @@ bool stopped(const Form& form, int before, bool ends) {
   const Status status = call(w, form, kReader);
   const bool right = form.right(w.ranks[kReader]);
   const bool came = w.shared.events > before;
-  w.shared.give_up = true;  // the reader may have failed before
+  w.shared.give_up = true;  // the reader may have failed before its event
   lender.join();
   if (status == Status::kOk && !right) {
     std::printf("%s: a success with data of after the lender's call, event %d\n", form.name,

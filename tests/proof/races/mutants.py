@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes in the templates that a race test must find.
+"""Mutants of the templates that a race test must find.
 
-All mutants of a test are compiled into one program, which is told by its environment which of them
-to be: one compilation instead of dozens.
+All mutants of a test are compiled into one program, and an environment variable selects the mutant:
+one compilation instead of dozens.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tests.support import ROOT
 
 VARIABLE = "CHOSEN_MUTANT"
 
-# What `race_test` or `device_race_test` is run with; the world comes first.
+# The arguments of `race_test` or `device_race_test`, beginning with the world.
 Team = tuple[int, ...]
 
-# ``make tsan`` has every world. A large one has no other code than a small one.
+# ``make tsan`` runs every world. A large world uses the same code as a small one.
 EVERYTHING = os.environ.get("RINGCOMM_TSAN") == "all"
 LARGEST_WORLD = 4
 
 
 def of_this_run(teams: Sequence[Team]) -> list[Team]:
-    """Those of the teams that are run: ``make test`` leaves out large worlds."""
+    """Returns the teams that this run uses: ``make test`` leaves out large worlds."""
     return [team for team in teams if EVERYTHING or team[0] <= LARGEST_WORLD]
 
 
@@ -44,9 +44,9 @@ LOAD, STORE = "__atomic_load_n(word, __ATOMIC_", "__atomic_store_n(word, value, 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`text` of a header below kernels/ becomes `replacement`, where CHOSEN: it is this mutant.
+    """Replaces `text` of a header below kernels/; in `replacement`, CHOSEN is true for this mutant.
 
-    `teams` are those that show it; none: the test's usual ones.
+    `teams` are the teams that show the mutant; if empty, the test's usual teams do.
     """
 
     header: str
@@ -56,12 +56,12 @@ class Mutant:
 
 
 def without(header: str, sync: str, around: str, *teams: Team) -> Mutant:
-    """The mutant in which `sync` of `around` is missing."""
+    """Returns the mutant that lacks the `sync` in `around`."""
     assert around.count(sync) == 1, around
     return Mutant(header, around, around.replace(sync, f"if (!CHOSEN) {sync}"), teams)
 
 
-# Those that both tests must find, on host threads and in the kernels' blocks.
+# Mutants that both tests must find, on host threads and in the kernels' blocks.
 EVERYWHERE = {
     "acquire loads relaxed": Mutant(
         ATOMICS, f"return {LOAD}ACQUIRE", f"return CHOSEN ? {LOAD}RELAXED) : {LOAD}ACQUIRE"
@@ -92,7 +92,7 @@ EVERYWHERE = {
 }
 
 
-# On a busy machine the threads of one run may never meet where a mutant lets them.
+# On a busy machine, in one run, threads may never meet where a mutant breaks them.
 TRIES = 6
 
 
@@ -101,7 +101,7 @@ def survivors(mutants: Mapping[str, Mutant], passes: Callable[[str, int], bool])
 
     Args:
         mutants: numbered from 1, as :func:`write_sources` has them.
-        passes: runs the mutant of a name and number, and says whether nothing was found.
+        passes: runs the mutant of a name and number, and returns whether it found nothing.
     """
 
     def survives(name: str, number: int) -> bool:
@@ -113,12 +113,12 @@ def survivors(mutants: Mapping[str, Mutant], passes: Callable[[str, int], bool])
 
 
 def write_sources(root: Path, mutants: Mapping[str, Mutant], always: Iterable[Mutant] = ()) -> None:
-    """The kernels' folder below ``root`` with all mutants in it; chosen.h goes before all else.
+    """Writes the kernels' folder with all mutants below ``root``; chosen.h must be included first.
 
     Args:
         root: a new folder.
         mutants: numbered from 1; with 0 in the environment, none is chosen.
-        always: changes that are no mistakes and do not wait to be chosen.
+        always: changes that are not mistakes and are always applied.
     """
     for part in ("include", "host", "cuda"):
         shutil.copytree(ROOT / "kernels" / part, root / "kernels" / part)

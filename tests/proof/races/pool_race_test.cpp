@@ -43,7 +43,7 @@ void nap(int look) { look < 100 ? sched_yield() : static_cast<int>(usleep(20)); 
 constexpr int kCallers = 3, kRounds = 150, kMostTasks = 13, kMostThreads = 9;
 std::atomic<int> tasks_of_workers = 0;
 
-// Signals are for threads that run Python, but for a worker's own mistakes.
+// Only threads that run Python take signals, except for the signals of a worker's own mistakes.
 void check_signals() {
   sigset_t blocked;
   pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
@@ -51,7 +51,7 @@ void check_signals() {
   if (sigismember(&blocked, SIGSEGV)) give_up("a worker does not take its own signals");
 }
 
-// A caller and what its jobs work on; plain memory.
+// A caller and the data of its jobs, in plain memory.
 struct Caller {
   int number;
   int given = 0;
@@ -88,7 +88,7 @@ void jobs() {
   std::vector<std::thread> callers;
   for (int c = 0; c < kCallers; ++c) callers.emplace_back([c] { Caller{c}.work(kRounds); });
   for (std::thread& caller : callers) caller.join();
-  // A call ends although all workers are busy.
+  // A call ends even if all workers are busy.
   std::atomic<bool> over = false;
   std::atomic<int> begun = 0;
   std::thread holder([&] {
@@ -106,7 +106,7 @@ void jobs() {
 
 // ---- jobs whose tasks wait ----------------------------------------------------------------------
 
-// Ends once `threads` threads run tasks of it at the same time.
+// Runs a job that ends once `threads` threads run tasks of it at the same time.
 void meet(int threads, int worker_naps_us = 0) {
   std::atomic<int> begun = 0;
   std::vector<int> plain(size_t(threads), 0);
@@ -124,9 +124,9 @@ void meet(int threads, int worker_naps_us = 0) {
 void wakes() {
   Waiter::kSleepNs = 3'600'000'000'000;
   for (int round = 0; round < 160; ++round) {
-    // The workers sleep, or are about to.
+    // At this point the workers sleep, or are about to.
     if (round % 2 == 0) usleep(round % 32 == 0 ? 5'000 : useconds_t(round * 7 % 200));
-    // The caller of some sleeps, too.
+    // In some rounds the caller sleeps, too.
     meet(2 + round % 3, round % 8 == 0 ? 2000 : 0);
   }
 }
@@ -152,7 +152,7 @@ void ranks() {
   constexpr int kTeams[][2] = {{1, 3}, {2, 5}, {4, 9}, {3, 1}, {1, 1}};
   for (const auto& threads : kTeams) {
     std::vector<Meeting> meetings(30);
-    // Other callers take workers away.
+    // Another caller takes workers away.
     std::thread other([] { Caller{1}.work(20); });
     std::thread peer([&] { make_rank(meetings, 1, threads[1]); });
     make_rank(meetings, 0, threads[0]);

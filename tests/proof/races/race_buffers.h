@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What the ranks of race_test compute on: a result of every collective each.
+// The buffers of the ranks of race_test: a result of every collective each.
 #pragma once
 
 #include <unistd.h>
@@ -12,11 +12,11 @@
 
 namespace {
 
-// Not a multiple of a segment, a line or a vector; per rank, so that the heap forms go zero copy.
+// Per rank. Not a multiple of a segment, line or vector; long enough for zero copy from the heap.
 constexpr uint64_t kChunkElems = 5003;
 constexpr uint64_t kSmallElems = 37;
 
-// A rank may come late to a reduction: what it reads must stand until then.
+// A rank may come late to a reduction; the data that it reads must not change until then.
 struct LateOps : HostOps {
   bool late;
 
@@ -35,7 +35,7 @@ struct Buffers {
       ring_gathered;
   std::vector<float> small, broadcast, exchanged, reduced, collected, dealt;
   std::vector<float> heap_reduced, from_lent, level_scattered;
-  float* heap_in;  // zero copy, reduced in place
+  float* heap_in;  // for zero copy; reduced in place
 };
 
 struct BufferWorld : World {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Every collective zero copy. As soon as a call has returned, its user overwrites the buffer that
-// it lent: what a peer still reads there is a race, and a wrong element.
+// Every collective with zero copy. As soon as a call has returned, its user overwrites the lent
+// buffer. If a peer still reads the buffer, that is a race, and gives a wrong element.
 #pragma once
 
 #include "ringcomm/collectives/all_gather.h"
@@ -11,16 +11,16 @@
 
 namespace {
 
-// One team that is all of its rank; its first lane is the user as well. A slice of one of several
-// channels would be too short to go zero copy.
+// One team is its whole rank, and its first lane is also the user. With several channels, the slice
+// of each would be too short for zero copy.
 template <class Start>
 struct Lender {
   BufferWorld& w;
   E& e;
   Start start;
-  int number;  // of the call: what the buffers hold depends on it
+  int number;  // of the call; selects the buffers' contents
 
-  // wanted(i): element i of the result, where i < elems.
+  // wanted(i): the expected element i of the result, for i < elems.
   template <class Call, class Wanted>
   Status lend(Collective c, uint64_t elems, Call call, Wanted wanted) {
     Buffers& b = w.buffers[size_t(e.rank())];

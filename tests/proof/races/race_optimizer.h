@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// An optimizer's shard in a race test, and a step done by one thread.
+// An optimizer's shard in a race test, and the reference: a step by one thread.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr uint64_t kElems = 5 * kTileElems + 77;  // the last rank's chunk is short, or empty
+constexpr uint64_t kElems = 5 * kTileElems + 77;  // the last rank's chunk is short or empty
 constexpr uint64_t kTensorBytes = Layout{}.whole_pages(kElems * sizeof(float));
 constexpr AdamWSegment kSegments[] = {{0, 700, 0}, {704, 1500, 1}, {1536, kElems, 2}};
 constexpr int kParams = 3;
@@ -22,7 +22,7 @@ constexpr AdamWHyper kHyper[] = {{1e-2, 0.9, 0.999, 1e-8, 1e-2, 0},
 
 float first_param(uint64_t i) { return float(i % 13) - 6; }
 
-// One rank's optimizer. The factors are the same for all lanes; one of them prepares.
+// One rank's optimizer. All lanes share the factors, which one lane prepares.
 struct Optimizer {
   std::vector<float> exp_avg, exp_avg_sq, max_exp_avg_sq, shard_grad;
   AdamWControl control{1, 1, 0, 0, 0};
@@ -56,7 +56,7 @@ struct Optimizer {
   }
 };
 
-// The reference: one thread takes the step over the whole bucket. Integers: their sums are exact.
+// The reference: one thread takes the step over the whole bucket, with exact sums of integers.
 struct Reference {
   std::vector<float> params = std::vector<float>(kElems), grads = std::vector<float>(kElems);
   Optimizer o;

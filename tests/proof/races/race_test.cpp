@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Every collective back to back, ranks x channels x lanes as threads: under ThreadSanitizer a race
-// of the templates is reported, and without it wrong results are. tests/proof/races/test_races.py
-// also builds it with mutated headers, each of which must fail.
+// Every collective back to back, with ranks x channels x lanes as threads: ThreadSanitizer reports
+// races of the templates, and without it the program reports wrong results.
+// tests/proof/races/test_races.py also builds this program with mutated headers, each of which must
+// fail.
 //
-//   race_test WORLD CHANNELS LANES ROUNDS
+// race_test WORLD CHANNELS LANES ROUNDS
 #include "kernels/host/two_levels.h"
 #include "ringcomm/collectives/all_reduce.h"
 #include "ringcomm/collectives/exchange.h"
@@ -13,9 +14,9 @@
 
 namespace {
 
-constexpr int kLevelRanks = 2;  // of a group that is summed first
+constexpr int kLevelRanks = 2;  // of a group that sums first
 
-// The two barriers around a round are the users': they fill and read the buffers between.
+// Fills and reads buffers as their users, between the two barriers around a round.
 void fill(BufferWorld& w, int rank, int round) {
   Buffers& b = w.buffers[size_t(rank)];
   const uint64_t elems = kChunkElems * uint64_t(w.world);
@@ -84,7 +85,7 @@ Status rooted_and_exchanged(BufferWorld& w, E& e, Start start) {
 
 Status collectives(BufferWorld& w, ThreadTeam& team, const View& v, int round) {
   Buffers& b = w.buffers[size_t(v.rank)];
-  StorePath path;  // this lane's own: what it learns changes no result
+  StorePath path;  // this lane's own; its measurements change no result
   LateOps ops{{&kBaselineKernels, kBaselineKernels.reduce[int(DType::kFloat32)][int(RedOp::kSum)],
                false, &path},
               false};
@@ -92,7 +93,7 @@ Status collectives(BufferWorld& w, ThreadTeam& team, const View& v, int round) {
   E e{team, v, ops};
   const auto start = [&](Collective c) {
     const CallId id{++sequence, 0, c, int(DType::kFloat32), 0, -1, Algorithm::kOneShot};
-    team.sync();  // the lanes may still compare the header of the call before
+    team.sync();  // the lanes may still compare the previous call's header
     if (team.lane() == 0) *v.mine = CallHeader{id, 0, 0, kNotInHeap, 1.0, kNotInHeap};
     e.begin_streams();
     team.sync();
@@ -111,8 +112,7 @@ Status collectives(BufferWorld& w, ThreadTeam& team, const View& v, int round) {
   const Chunks in_heap{heap, total, balanced.chunk_bytes, nullptr};
   RC_RETURN_IF_FAILED(all_reduce_two_shot(e, in_heap, heap, 0));
   if (team.lane() == 0 && team.channel() == 0 && team.num_channels() == 1) {
-    // The call has returned: its user may do with the buffer what he likes, whatever the peers
-    // still do.
+    // The call has returned, so its user may change the buffer, whatever the peers still do.
     std::copy(b.heap_in, b.heap_in + b.heap_reduced.size(), b.heap_reduced.begin());
     std::fill(b.heap_in, b.heap_in + b.heap_reduced.size(), -1.0f);
   }
@@ -128,8 +128,8 @@ Status collectives(BufferWorld& w, ThreadTeam& team, const View& v, int round) {
       all_gather_ring(e, own, Chunks{bytes_of(b.ring_gathered), total, chunk, nullptr}));
   start(Collective::kAllReduce);
   const uint64_t small = kSmallElems * sizeof(float);
-  // The root is done with it first, and its next call fills all shared slots without hearing from
-  // the others.
+  // The root finishes first, and its next call fills all shared slots without a signal from the
+  // others.
   ops.late = v.rank != 0;
   RC_RETURN_IF_FAILED(all_reduce_two_shot(e, Chunks{bytes_of(b.small), small, 64, nullptr},
                                           bytes_of(b.small), small));

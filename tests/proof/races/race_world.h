@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Ranks x channels x lanes as threads of one process: their memory, and what they contribute.
+// Ranks x channels x lanes as threads of one process: their memory, and their contributions.
 #pragma once
 
 #include <pthread.h>
@@ -23,7 +23,7 @@ namespace {
 constexpr uint32_t kSegmentBytes = 4096;
 constexpr int kSlots = 4;
 
-// What rank r contributes at index i in a round: small integers, so that every sum is exact.
+// The contribution of rank r at index i in a round: small integers, so every sum is exact.
 float value(int rank, uint64_t i, int round) { return float((rank * 7 + i * 3 + round) % 11) - 5; }
 
 float sum_at(int world, uint64_t i, int round) {
@@ -43,11 +43,11 @@ struct World {
   std::vector<std::vector<const void*>> sources;
   std::vector<std::vector<double>> factors;
   std::vector<std::vector<char*>> results;
-  std::vector<std::unique_ptr<CallHeader>> mine;  // by rank and channel, as the four above
+  std::vector<std::unique_ptr<CallHeader>> mine;  // by rank and channel, as the previous four
   std::vector<std::unique_ptr<LaneGroup>> groups;
   Waiter waiter{PausePolicy{20, 2000}};
 
-  // tensor_bytes: what a rank has in the heap behind its region.
+  // tensor_bytes: bytes of a rank's heap behind its region.
   World(int w, int c, int l, int n, uint64_t tensor_bytes)
       : world(w), channels(c), lanes(l), rounds(n), layout{w, c, kSlots, kSegmentBytes, 0, 0} {
     const uint64_t share = layout.region_bytes() + layout.whole_pages(tensor_bytes);
@@ -94,14 +94,14 @@ struct World {
   }
 };
 
-// The other threads wait at a barrier: the process ends here.
+// Ends the process, since the other threads wait at a barrier.
 [[noreturn]] void give_up(int rank, const char* what, int number = 0) {
   std::fprintf(stderr, "rank %d: %s %d\n", rank, what, number);
   std::_Exit(1);
 }
 
-// main() of a race test: a world of its arguments, a thread for each lane, and their barrier. A
-// fifth argument is how many milliseconds a wait lasts, in place of two minutes.
+// The main() of a race test: makes a world from the arguments, a thread for each lane, and their
+// barrier. A fifth argument sets the limit of a wait in milliseconds, in place of two minutes.
 template <class W>
 int run_lanes(int argc, char** argv, void (*run)(W&, int, int, int, pthread_barrier_t*)) {
   if (argc != 5 && argc != 6) return 2;

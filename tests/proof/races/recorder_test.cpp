@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A flight recorder whose owner writes as fast as it can while others read: every record that is
-// taken for whole has fields that belong together. Run under ThreadSanitizer.
+// A flight recorder whose owner writes as fast as it can while others read: the fields of every
+// record that a reader takes for complete must belong together. Runs under ThreadSanitizer.
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -20,7 +20,7 @@ namespace {
 constexpr uint32_t kCapacity = 2;
 constexpr uint64_t kCalls = 3'000, kLooks = 20;
 
-std::atomic<uint64_t> looks{0};  // records that were taken for whole
+std::atomic<uint64_t> looks{0};  // records that readers took for complete
 std::atomic<bool> found_wrong{false};
 
 std::string site_of(uint64_t number) { return "file.py:" + std::to_string(number); }
@@ -45,7 +45,7 @@ void write_all(Recorder& recorder, Track track) {
   }
 }
 
-// What does not fit together in a whole record; null: nothing.
+// Returns which field of a complete record does not belong to the others, or null.
 const char* wrong_in(const Record& r) {
   const uint64_t number = r.id.sequence;
   if (number == 0 || !same_call(r.id, id_of(number))) return "call";
@@ -83,7 +83,7 @@ struct Reader {
   }
 };
 
-// The turns are taken by functions: what they work on lies here.
+// Functions without arguments write in turns, so their data is global.
 std::vector<uint64_t> turn_memory(Recorder::memory_bytes(kCapacity) / 8);
 char* const turn_recorder = reinterpret_cast<char*>(turn_memory.data());
 Recorder turned;
@@ -113,7 +113,7 @@ void write_in_the_middle() {
   make(13);
 }
 
-// Each rule of the protocol where it is broken at the worst moment; 0: all hold.
+// Returns the first broken rule of the protocol, each tested at the worst moment; 0: all hold.
 int first_broken_rule() {
   turned.open(turn_recorder, kCapacity, 0, 1, 0, "turns");
   Record found;
@@ -126,7 +126,7 @@ int first_broken_rule() {
   in_store = look_in_the_middle;  // of the owner
   make(13);
   if (shown_half) return 5;
-  turned.end(Track::kCollectives, 11, Status::kOk, -1);  // forgotten: 13 has its place
+  turned.end(Track::kCollectives, 11, Status::kOk, -1);  // ignored: 13 has its place
   if (!finds(13, &found) || found.state != RecordState::kRunning) return 6;
   auto* second = reinterpret_cast<Record*>(turn_recorder + sizeof(RecorderHeader)) + 13 % kCapacity;
   second->version |= 1;  // its owner is killed while it writes

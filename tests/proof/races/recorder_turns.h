@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What happens in the middle of a record, on this thread: while it is stored, while it is loaded.
+// Hooks that run on this thread in the middle of a record: while it is stored or loaded.
 #pragma once
 
 inline thread_local void (*in_store)() = nullptr;

@@ -17,8 +17,9 @@ namespace {
 constexpr int kMaxWorld = 16;
 char buffer[1 << 17];
 
-// What rank r sends at hop t is what its successor receives, and what a rank receives at hop t is
-// what it sends at hop t + 1; at the last hop it receives its own chunk.
+// The chunk that rank r sends at hop t is the chunk that its successor receives; the chunk that a
+// rank receives at hop t is the chunk it sends at hop t + 1; at the last hop it receives its own
+// chunk.
 constexpr bool ring_reduce_hands_on() {
   for (int world = 2; world <= kMaxWorld; ++world)
     for (int r = 0; r < world; ++r) {
@@ -64,14 +65,13 @@ constexpr bool ring_gather_hands_on() {
   return true;
 }
 
-// Position by position, as the ring collectives walk a ring `order`: what a rank sends is what its
-// successor receives next, every chunk gets every rank's addend on its way to its owner, and every
-// rank gets every chunk.
+// For the positions of a ring `order`: a rank's successor receives the chunk that the rank sends,
+// every chunk gets every rank's addend on its way to its owner, and every rank gets every chunk.
 constexpr bool ring_visits_all(const int* order, int world) {
   for (int i = 0; i < world; ++i) {
     unsigned added = 0, gathered = 0;
     for (int t = 0; t < world; ++t) {
-      // The chunk of the rank at i: who reduces it at hop t?
+      // Finds the rank that reduces the chunk of the rank at i at hop t.
       for (int at = 0; at < world; ++at) {
         if (order[ring_reduce_chunk(at, t, world)] != order[i]) continue;
         if ((added >> order[at]) & 1) return false;
@@ -88,13 +88,13 @@ constexpr bool ring_visits_all(const int* order, int world) {
   return true;
 }
 
-// Every order of the ranks; of larger worlds, every rotation of the order in strides.
+// Checks every order of the ranks, and for larger worlds every rotation of the order in strides.
 constexpr bool any_ring_visits_all() {
   for (int world = 1; world <= 6; ++world) {
     int order[6] = {}, count = 1;
     for (int i = 2; i <= world; ++i) count *= i;
     for (int number = 0; number < count; ++number) {
-      // The number's digits in the factorial base choose among the ranks that are left.
+      // The number's digits in the factorial base select from the remaining ranks.
       int left[6] = {0, 1, 2, 3, 4, 5}, rest = number;
       for (int i = 0; i < world; ++i) {
         const int choice = rest % (world - i);
@@ -114,7 +114,7 @@ constexpr bool any_ring_visits_all() {
   return true;
 }
 
-// At every distance, the peers that the ranks visit are a permutation: nobody is visited twice at
+// At every distance the ranks visit a permutation of peers: no two ranks visit the same peer at
 // once.
 constexpr bool rotation_spreads() {
   for (int world = 1; world <= kMaxWorld; ++world)
@@ -149,7 +149,7 @@ constexpr bool chunks_partition() {
   return true;
 }
 
-// Where a buffer is cut into chunks of 0 bytes, each is all of it.
+// If a buffer is cut into chunks of 0 bytes, each chunk is the whole buffer.
 constexpr bool chunks_repeat() {
   for (const uint64_t total : {0ull, 1ull, 65537ull}) {
     const Chunks chunks{buffer, total, 0, nullptr};
@@ -163,7 +163,7 @@ constexpr bool portions_partition() {
   for (int count = 1; count <= kMaxWorld; ++count)
     for (const uint64_t bytes :
          {0ull, 1ull, 64ull, 100ull, 1000ull, 4096ull, 4100ull, ~0ull >> 20}) {
-      // Equal to a line at either end, and the fractions' last bit.
+      // Equal to within a line at either end and the fractions' last bit.
       const uint64_t fair = bytes / uint64_t(count), slack = 128 + (bytes >> 31);
       uint64_t at = 0;
       for (int p = 0; p < count; ++p) {
@@ -194,7 +194,7 @@ constexpr bool items_cover() {
       uint64_t sum = 0;
       for (uint32_t i = 0; i < items; ++i) sum += item_length(bytes, item, i);
       if (sum != bytes || (shift != kOneItem && item_length(bytes, item, items) != 0)) return false;
-      if (items == 0) return false;  // even nothing travels with a header
+      if (items == 0) return false;  // even an empty call has an item, for its header
     }
   return true;
 }
@@ -206,8 +206,8 @@ constexpr bool epochs_wrap() {
   return true;
 }
 
-// Fields that follow each other in a region, in order: each begins where the one before ended, or
-// at the next whole page.
+// Fields that follow each other in a region, in order: each begins at the end of the previous
+// field, or at the next whole page.
 struct Walk {
   uint64_t end;
   bool right = true;
@@ -256,7 +256,7 @@ constexpr bool region_is_covered(const Layout& l) {
 
 constexpr bool regions_are_covered() {
   for (const int world : {1, 2, 3, 8})
-    for (const int channels : {1, 2, 5, 8, 9, 12})  // messages have slots on eight
+    for (const int channels : {1, 2, 5, 8, 9, 12})  // messages have slots on 8 channels
       for (const uint32_t ll_bytes : {0u, 64u, 448u, 4096u})
         for (const uint64_t copy_engine_bytes : {0ull, 64ull, 8192ull})
           if (!region_is_covered({world, channels, 2, 256, ll_bytes, copy_engine_bytes}))
@@ -264,8 +264,8 @@ constexpr bool regions_are_covered() {
   return true;
 }
 
-// The packets of one sender and call, in their set: the headers of all channels, then the channels'
-// parts of the payload, whole packets each.
+// The packets of one sender and call in their set: first the headers of all channels, then the
+// channels' parts of the payload in whole packets.
 constexpr bool ll_packets_are_disjoint() {
   for (int world = 1; world <= 3; ++world)
     for (int channels = 1; channels <= 4; ++channels) {
@@ -289,7 +289,7 @@ constexpr bool ll_packets_are_disjoint() {
   return true;
 }
 
-// A change of any word of a header but the factor changes its hash.
+// A change of any word of a header, except the factor, changes the header's hash.
 constexpr bool hash_sees_every_word() {
   uint64_t words[kHeaderPackets] = {1, 4096, 0x100000002, 3, 5, 4096, 0, ~0ull, 0x3ff0000000000000};
   const uint64_t hash = hash_of(words);
@@ -302,7 +302,7 @@ constexpr bool hash_sees_every_word() {
   return true;
 }
 
-// From call to call the sets alternate, no call has the flag of cleared memory, and a set is
+// Consecutive calls use alternate sets, no call has the flag of cleared memory, and a set is
 // cleared while the other is in use, at least once before any flag comes again.
 constexpr bool flags_alternate() {
   for (const uint32_t first : {0u, kCallsPerClearing - 9, 0u - kCallsPerClearing - 9, 0u - 9}) {

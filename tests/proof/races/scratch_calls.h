@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// System calls for scratch_test: in the pool's sources pread and pwrite are these.
+// System calls for scratch_test: they replace pread and pwrite in the pool's sources.
 #pragma once
 
 #include <fcntl.h>
@@ -12,11 +12,11 @@
 
 inline std::atomic<int> failing_moved{0}, failing_code{0};
 
-// While it is true, calls of the pool do not return; and how many calls there were.
+// While `hanging`, the pool's system calls do not return; `calls` counts them.
 inline std::atomic<bool> hanging{false};
 inline std::atomic<int> calls{0};
 
-// From here on calls of the pool return `moved` (-1 with errno `code`); 0: they move bytes again.
+// Makes later calls return `moved` (-1 with errno `code`); with 0 they move bytes again.
 inline void fail_next_calls(int moved, int code) {
   failing_code = code;
   failing_moved = moved;
@@ -30,8 +30,8 @@ inline uint64_t next_drawn() {
   return drawn ^= drawn << 17;
 }
 
-// Late by up to half a millisecond; one in four is interrupted before, one in four moves a page
-// only, and one in eight some bytes. As direct I/O they take whole pages.
+// Late by up to half a millisecond. One call in four is interrupted first, one in four moves only a
+// page, and one in eight only some bytes. Direct I/O moves whole pages.
 template <class Call>
 ssize_t troubled(Call call, const void* memory, size_t bytes, off_t offset) {
   ++calls;

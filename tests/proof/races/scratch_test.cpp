@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The pool of a scratch file, on a file whose system calls come late, short and interrupted.
+// The pool of a scratch file, whose system calls are late, short or interrupted.
 // tests/proof/races/test_scratch_races.py runs it under ThreadSanitizer, and mutants of the pool.
 //
 //   scratch_test SEED SECONDS
@@ -21,14 +21,14 @@ namespace {
 using namespace ringcomm::host;
 
 constexpr uint64_t kPage = kScratchPageBytes, kCut = 2 * kPage, kExtent = 3 * kCut;
-constexpr int kThreads = 4, kExtents = 3, kCuts = 8;  // of memory, of a cut each
+constexpr int kThreads = 4, kExtents = 3, kCuts = 8;  // pieces of memory, each a cut long
 constexpr int kPlays = 60;
 constexpr ScratchPool::Limit kAMinute{60};
 
 void expect(bool holds, const char* what) {
   if (holds) return;
   std::fprintf(stderr, "expected: %s\n", what);
-  std::_Exit(1);  // exit() hangs where two threads call it
+  std::_Exit(1);  // exit() hangs if two threads call it
 }
 
 struct Memory {
@@ -66,7 +66,7 @@ struct Bench {
   }
 };
 
-// Requests that share extents and memory, all submitted at once, end as if run one by one.
+// Requests that share extents and memory, all submitted at once, end as if they ran one by one.
 void play_in_order(unsigned seed) {
   std::mt19937 drawn(seed);
   Bench bench;
@@ -95,7 +95,7 @@ void play_in_order(unsigned seed) {
   expect(std::memcmp(memory.begin, model.data(), model.size()) == 0, "the bytes of the model");
 }
 
-// Every fault ends its request, at its place, and all later ones of the extent; no other extent's.
+// Every fault ends its request at its place, and all later requests of that extent, but no others.
 template <class Damage>
 void fault(ScratchEnd end, int code, Damage damage) {
   Bench bench;
@@ -110,7 +110,7 @@ void fault(ScratchEnd end, int code, Damage damage) {
   const ScratchResult result = bench.end(first);
   const uint64_t offset = result.offset;
   expect(result.end == end, "the fault");
-  // A damaged extent has one damaged cut; other faults name the first of three cuts to end.
+  // A damaged extent has one damaged cut; other faults name the first of the three cuts that ends.
   if (end == ScratchEnd::kDamaged) expect(offset == kExtent + kCut, "the cut that is damaged");
   expect(offset >= kExtent && offset < 2 * kExtent && result.bytes == kCut, "a cut of the extent");
   expect(result.code == code, "the error of the system");
@@ -132,7 +132,7 @@ void all_faults() {
   fault(ScratchEnd::kStalled, 0, [](int) { fail_next_calls(1, 0); });
 }
 
-// What runs may end, what has not begun does not, and nothing is left under way.
+// At close() running requests may end, waiting requests must not begin, and none is left under way.
 void close_under_way() {
   Bench bench;
   Memory memory(kExtent);
@@ -143,7 +143,7 @@ void close_under_way() {
   for (int i = 0; i < kPlays; ++i)
     requests.push_back(bench.begin(true, bench.extent[i % 2], memory.begin, kExtent));
   while (calls == calls_before) usleep(100);
-  // Two close it, and neither returns before the end, for which both wait.
+  // Two threads close it; both wait for the end, and neither returns before.
   const auto close_and_look = [&] {
     expect(bench.pool.close(kAMinute), "a pool that ends");
     for (const ScratchRequestPtr& request : requests)
@@ -165,7 +165,7 @@ void close_under_way() {
     closed |= end == ScratchEnd::kClosed;
   }
   expect(closed, "some that did not run");
-  std::memset(memory.begin, 2, kExtent);  // a race, if one were under way
+  std::memset(memory.begin, 2, kExtent);  // a race, if a transfer were under way
 }
 
 // Waiting and closing give up at their limits, and a transfer that hung ends well.
@@ -185,9 +185,9 @@ void hang() {
   expect(!request->done(), "a request that goes on");
   hanging = false;
   expect(bench.pool.close(kAMinute), "a pool that ends");
-  std::memset(memory.begin, 2, kExtent);  // a race, if it were under way
+  std::memset(memory.begin, 2, kExtent);  // a race, if the transfer were under way
   const ScratchEnd end = bench.pool.result(*request).end;
-  // Of its three cuts some may have been begun by no thread.
+  // Perhaps no thread began some of its three cuts.
   expect(end == ScratchEnd::kDone || end == ScratchEnd::kClosed, "an end of its own");
 }
 
@@ -195,7 +195,7 @@ void hang() {
 
 int main(int argc, char** argv) {
   if (argc != 3) return 2;
-  alarm(unsigned(std::atoi(argv[2])));  // ends the process where it hangs
+  alarm(unsigned(std::atoi(argv[2])));  // ends the process if it hangs
   const auto seed = unsigned(std::atoi(argv[1]));
   for (unsigned round = 0; round < 4; ++round) play_in_order(seed + round);
   all_faults();

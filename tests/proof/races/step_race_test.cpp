@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The optimizer's collectives back to back, ranks x channels x lanes as threads, as race_test.cpp
-// does with the others: gradients read where peers keep them, parameters stored where peers keep
-// theirs. Every form of a step must give the bits of a step done by one thread.
+// The optimizer's collectives back to back, with ranks x channels x lanes as threads, like the
+// other collectives in race_test.cpp: a rank reads gradients in its peers' memory, and stores
+// parameters into its peers' memory. Every form of a step must give the bits of a step by one
+// thread.
 //
-//   step_race_test WORLD CHANNELS LANES ROUNDS
+// step_race_test WORLD CHANNELS LANES ROUNDS
 #include <algorithm>
 #include <vector>
 
@@ -48,7 +49,7 @@ Status call(StepWorld& w, ThreadTeam& team, const View& v, uint64_t sequence, Fi
   const CallId id{
       sequence,           0, Collective::kReduceScatterAdamWAllGather, int(DType::kFloat32), 0, -1,
       Algorithm::kOneShot};
-  team.sync();  // the lanes may still compare the header of the call before
+  team.sync();  // the lanes may still compare the previous call's header
   if (team.lane() == 0) *v.mine = CallHeader{id, 0, 0, kNotInHeap, 1.0, kNotInHeap};
   OptimizerOps<Finish> mine = ops;
   Endpoint<ThreadTeam, OptimizerOps<Finish>> e{team, v, mine};
@@ -57,7 +58,7 @@ Status call(StepWorld& w, ThreadTeam& team, const View& v, uint64_t sequence, Fi
   return body(e, bucket);
 }
 
-// Step `round` in the form that is its turn; a step is 1 or 2 calls.
+// Takes step `round` in the form that is its turn; a step is 1 or 2 calls.
 Status step(StepWorld& w, ThreadTeam& team, const View& v, int round) {
   Optimizer& o = w.optimizers[size_t(v.rank)];
   const bool ring = round % 2 != 0;
@@ -95,7 +96,7 @@ void run_lane(StepWorld& w, int rank, int channel, int lane, pthread_barrier_t* 
     pthread_barrier_wait(all);
     const Status status = step(w, team, v, round);
     if (status != Status::kOk) give_up(rank, "status", int(status));
-    // The call has returned: the gradients are the user's again, and the parameters are new.
+    // The call has returned: the gradients belong to the user again, and the parameters are new.
     if (leader && w.channels == 1)
       std::fill(w.grads[size_t(rank)], w.grads[size_t(rank)] + kElems, -1.0f);
     if (leader) reference.step(w.world, round);

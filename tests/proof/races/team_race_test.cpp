@@ -22,9 +22,8 @@ const KernelTable& kernels() { return kBaselineKernels; }
 
 namespace {
 
-constexpr int kThreads[] = {3, 2, 1, 8};  // of each rank
-// Of a call that all channels share, and of one that some share, in one hop; both end within a
-// line.
+constexpr int kThreads[] = {3, 2, 1, 8};  // by rank
+// Elements: all channels share a large call, some a small call in one hop; both end within a line.
 constexpr uint64_t kLarge = 6003, kSmall = 701;
 
 struct Teams {
@@ -43,7 +42,7 @@ struct Teams {
 const char* bytes_of(const float* data) { return reinterpret_cast<const char*>(data); }
 char* bytes_of(float* data) { return reinterpret_cast<char*>(data); }
 
-// One rank, and what its calls work on.
+// One rank, and the data of its calls.
 struct Rank {
   Teams& teams;
   int rank, world = teams.world;
@@ -100,7 +99,7 @@ struct Rank {
     compare(mine.data(), kLarge, "broadcast", [&](uint64_t i) { return value(root, i, round); });
   }
 
-  // Large pairs are cut among the channels, and small ones go by the first.
+  // Large pairs are divided among the channels, and the first channel sends small pairs.
   void all_to_all() {
     std::vector<Span> in, out;
     const auto elems = [](int from, int to) { return (from + to) % 2 == 0 ? kLarge : kSmall / 8; };
@@ -116,7 +115,7 @@ struct Rank {
               [&](uint64_t i) { return value(p, uint64_t(rank) * kLarge + i, round); });
   }
 
-  // The gradients of this rank's chunk and their norm, and then a step, both of the same sums.
+  // Sums this rank's gradients and their norm, and then takes a step with the same sums.
   void step(Algorithm algorithm) {
     const Run chunk = bucket().chunk(rank);
     const uint64_t elems = chunk.end - chunk.begin;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CRC-32 by several threads under ThreadSanitizer, against its definition; and mutants."""
+"""CRC-32 by several threads under ThreadSanitizer, compared with its definition; and mutants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.compiler import (
 )
 
 SUM = "host/crc32.cpp"
-# Short parts, so that the program ends in a moment.
+# Parts are short, so that the program ends in a moment.
 SHORT = [
     Mutant(SUM, "kPartBytes = 512 << 10", "kPartBytes = 16 << 10"),
     Mutant("host/worker_pool.h", "kBytesPerThread = 512 << 10", "kBytesPerThread = 16 << 10"),

@@ -15,12 +15,12 @@ from tests.proof.races.test_races import run
 from tests.support import ROOT, together
 from tests.support.compiler import NEEDS_COMPILER, compile_to
 
-# World, generations, rounds; the first shows the mutants. Where no mutant is to be shown, a few
-# generations have every order of accesses that the sanitizer can judge.
+# World, generations, rounds; the first team shows the mutants. Runs without mutants need few
+# generations: these have every order of accesses that the sanitizer can judge.
 SHOWING = (2, 20, 12)
 WORLDS = [SHOWING, (3, 6, 2), (4, 2, 2)] if EVERYTHING else [(2, 6, 12), (3, 2, 2)]
 RUNS = 10
-# Apart from those that other programs have, too.
+# The sources, except those that other programs compile as well.
 SOURCES = (
     "comm",
     "comm_optimizer",
@@ -63,7 +63,7 @@ MUTANTS = {
         "  std::unique_lock lock(mutex_);\n"
         "  note_look();\n  const uint64_t started_ns = watched_ns();\n",
         "  std::unique_lock lock(mutex_);\n"
-        # For long enough that the thread in the background takes its turn meanwhile.
+        # Long enough for the background thread to take its turn meanwhile.
         "  if (CHOSEN) lock.unlock(), progress(), usleep(2000), progress(), lock.lock();\n"
         "  note_look();\n  const uint64_t started_ns = watched_ns();\n",
     ),
@@ -79,19 +79,19 @@ MUTANTS = {
     ),
 }
 
-# World, channels and rounds of the ranks that have several threads; the first shows the mutants.
+# World, channels and rounds for ranks with several threads; the first shows the mutants.
 TEAMS_SHOWING = (2, 3, 6)
 TEAMS = [TEAMS_SHOWING, (3, 5, 2), *([(4, 8, 4), (2, 8, 40)] if EVERYTHING else [])]
 COMM, OPS, OPTIMIZER = "host/comm.h", "host/ops.h", "host/optimizer_ops.h"
 
 
 def shared(header: str, text: str) -> Mutant:
-    """The mutant in which channels share what `text` gives each of its own."""
+    """The mutant in which channels share the member that `text` gives each channel."""
     return Mutant(header, text, f"if (!CHOSEN) {text}")
 
 
 def of_first(text: str) -> Mutant:
-    """The mutant in which all channels have the member of the first that `text` names."""
+    """The mutant in which all channels use the first channel's member that `text` names."""
     return Mutant("host/comm.cpp", text, text.replace("each", "(CHOSEN ? channels_[0] : each)", 1))
 
 
@@ -147,7 +147,7 @@ ALL = {
     **TEAM_MUTANTS,
     **{name: mutant for name, (mutant, _, _) in STOPPED_OWNER_MUTANTS.items()},
 }
-# Small calls are shared, too, and small copies are timed.
+# Small calls use several threads, too, and small copies are timed.
 SMALL = [
     Mutant("host/worker_pool.h", "kBytesPerThread = 512 << 10", "kBytesPerThread = 1 << 10"),
     Mutant("host/store_path.h", "kTimedMinBytes = 32768", "kTimedMinBytes = 256"),
@@ -161,7 +161,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def programs(sanitized_objects, tmp_path_factory) -> dict[str, Path]:
-    """The programs of all mutants, by name; with number 0 they are the right ones."""
+    """Builds the programs of all mutants, by name; with number 0 they are the right programs."""
     folder = tmp_path_factory.mktemp("comm_races")
     include = folder / "kernels/include"
     write_sources(folder, ALL, SMALL)
@@ -209,7 +209,7 @@ def test_mutants_beside_a_stopped_owner_are_rejected(programs, name):
 
 def is_rejected(program: Path, name: str, arguments: tuple[int, ...]) -> bool:
     number = list(ALL).index(name) + 1
-    # What two threads do at the same time is not the same in every run.
+    # Two threads interleave differently in each run.
     return any(run(program, arguments, number).returncode != 0 for _ in range(RUNS))
 
 

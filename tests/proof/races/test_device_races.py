@@ -37,9 +37,9 @@ from tests.support.compiler import (
 
 SOURCE = str(ROOT / "tests/proof/races/device_race_test.cpp")
 NEAR_CLEARING = (1 << 24) - 6  # calls before the packets' flags are next cleared
-NEAR_WRAP = (1 << 32) - 6  # calls before they come around
+NEAR_WRAP = (1 << 32) - 6  # calls before the flags wrap around
 
-# The second round finds what the first has left; one of the smallest world shows that.
+# The second round finds data that the first round left; a run of the smallest world shows that.
 MORE_ROUNDS = 2 if EVERYTHING else 1
 
 # world, channels, lanes per block, rounds, calls so far
@@ -51,13 +51,13 @@ TEAMS: list[Team] = [
     (4, 4 if EVERYTHING else 2, 1, 1, NEAR_WRAP),
     *([(7, 1, 1, 1, NEAR_CLEARING)] if EVERYTHING else []),
 ]
-# Rounds 0: each kernel once, with a rank that does something else.
+# With 0 rounds each kernel runs once, and one rank makes another call or none.
 FAULT_TEAMS: list[Team] = [
     (2, 1, 2, 0, 0),
     (3, 2, 2, 0, NEAR_WRAP),
     *([(2, 1, 4, 0, 0)] if EVERYTHING else []),
 ]
-# Without the sanitizer, which slows threads down and keeps them from meeting.
+# Runs without the sanitizer, which slows threads down and so keeps them from meeting.
 LONG_TEAMS: list[Team] = [
     (2, 1, 1, 40, 0),
     (2, 4, 2, 10, NEAR_WRAP),
@@ -182,12 +182,13 @@ MUTANTS = {
     ),
 }
 
-# Chosen instead of a mutant: the right program, whose ranks dawdle as those of mutants do.
+# Chosen instead of a mutant: the right program, but its ranks are delayed like those of mutants.
 NO_MUTANT = -1
-# Unless number 0 is chosen, a rank dawdles before it sends its payload, so that nobody gets that by
-# chance (for longer where packets of the last time around lie), and at some calls another one
-# before it reads, so that the first is soon a call ahead. Messages look at the clock at each poll,
-# and dawdle before they read what is not theirs to read.
+# Unless number 0 is chosen, ranks are delayed. One rank is delayed before it sends its payload, so
+# that no rank gets the payload by chance (longer if packets of the flags' previous cycle are
+# there). At some calls another rank is delayed before it reads, so that the first is soon a call
+# ahead. Messages look at the clock at each poll, and are delayed before they read another call's
+# data.
 DAWDLING = [
     Mutant(
         LL,
@@ -221,7 +222,7 @@ pytestmark = [pytest.mark.compiles, NEEDS_COMPILER]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
-    """The program of all mutants; with number 0 it is the right one."""
+    """Builds the program of all mutants; with number 0 it is the right program."""
     folder = tmp_path_factory.mktemp("device_races")
     skip_without_sanitizer(folder)
     write_sources(folder, MUTANTS, DAWDLING)
@@ -230,7 +231,7 @@ def program(tmp_path_factory) -> Path:
 
 
 def run(program: Path, team: Team, mutant: int = 0) -> subprocess.CompletedProcess[str]:
-    """With time for a busy machine, except where ranks may wait in vain."""
+    """Runs the program with time for a busy machine, unless ranks may wait for nothing."""
     timeout_ms = 1000 if mutant > 0 else 100 if team[3] == 0 else 120000
     environment = {
         **os.environ,
@@ -251,7 +252,7 @@ def assert_right(program: Path, teams: Sequence[Team], mutant: int = 0) -> None:
 
 def test_no_race_and_right_results(program):
     assert_right(program, of_this_run(TEAMS))
-    assert_right(program, FAULT_TEAMS[1:])  # the other test has the first one
+    assert_right(program, FAULT_TEAMS[1:])  # the other test runs the first team
 
 
 def test_mutants_are_rejected(program):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lender that gives up or ends while another rank reads its buffer: no success is torn."""
+"""A lender gives up or ends while another rank reads its buffer: a success never has torn data."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from tests.support import ROOT
 from tests.support.compiler import NEEDS_COMPILER, UNOPTIMISED, compile_to
 
 DEADLINE_S = 60.0
-# Stops of the reader until it ends undisturbed: all its steps and copies, each once.
+# Numbers of the reader's stops, one per run, until it ends undisturbed: all its steps and copies.
 STOPS = {"all_gather": 15, "single_copy": 15, "reduce_scatter": 10, "all_reduce": 36}
 LOOK = "if (!reads_peer_buffers || !aborted(v, peer)) return"
 DRAINED = "returned while peers read the buffer"
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.compiles, NEEDS_COMPILER]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
-    """The right one, until CHOSEN_MUTANT says another."""
+    """The right program, unless CHOSEN_MUTANT selects a mutant."""
     folder = tmp_path_factory.mktemp("lending")
     write_sources(folder, MUTANTS)
     return compile_to(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workers of a process under ThreadSanitizer, and mutants of them.
 
-Calls of several threads at once, children of a process that makes calls, tasks that wait for the
-same task of another rank, and workers that must be woken.
+Several threads make calls at once, children of a process make calls, tasks wait for the same task
+of another rank, and workers must be woken.
 """
 
 import os
@@ -26,7 +26,7 @@ from tests.support.compiler import (
 )
 
 POOL = "host/worker_pool.cpp"
-# The program chooses how long a sleep lasts.
+# Makes kSleepNs a variable, so that the program chooses how long a sleep lasts.
 SLEEP = Mutant(
     "host/waiter.h", "static constexpr uint64_t kSleepNs", "static inline uint64_t kSleepNs"
 )
@@ -95,7 +95,7 @@ MUTANTS = {
         "nobody looks for sleepers": Mutant(
             POOL, LOOKS, LOOKS.replace("sleepers_", "!CHOSEN && sleepers_")
         ),
-        # A late count alone is right, because the kernel looks at the word once more.
+        # Late counting alone is right, because the kernel looks at the word once more.
         "sleepers are counted after the last look": Mutant(
             POOL,
             COUNTS + LOOK + SLEEPS,
@@ -125,7 +125,7 @@ MUTANTS = {
     },
 }
 ALL = {name: mutant for group in MUTANTS.values() for name, mutant in group.items()}
-# The right program ends in seconds; a mutant that hangs is ended after so many.
+# Seconds until a hanging program is ended: the right program, and a mutant.
 LIMIT_S, MUTANTS_LIMIT_S = 120, 4
 RUNS = 5
 

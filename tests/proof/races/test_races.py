@@ -27,8 +27,8 @@ from tests.proof.races.mutants import (
 from tests.support import ROOT
 from tests.support.compiler import COMPILER, LOW_PRIORITY, NEEDS_COMPILER, compile_to
 
-# World, channels, lanes per team, rounds. Other worlds have no other code: schedule_test.cpp proves
-# the arithmetic of 1 to 16.
+# World, channels, lanes per team, rounds. Other worlds use the same code: schedule_test.cpp proves
+# the arithmetic for 1 to 16 ranks.
 TEAMS: list[Team] = [
     (1, 1, 2, 1),
     (2, 1, 1, 3),
@@ -88,7 +88,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def program(sanitized_objects, tmp_path_factory) -> Path:
-    """The program of all mutants; with number 0 it is the right one."""
+    """Builds the program of all mutants; with number 0 it is the right program."""
     folder = tmp_path_factory.mktemp("races")
     write_sources(folder, MUTANTS)
     return compile_to(
@@ -106,7 +106,7 @@ def run(program: Path, team: Team, mutant: int = 0) -> subprocess.CompletedProce
         "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
         VARIABLE: str(mutant),
     }
-    # A mutant may wait for what never comes.
+    # A mutant may wait for an event that never happens.
     timeout_ms = ["1000"] if mutant > 0 else []
     arguments = [*LOW_PRIORITY, str(program), *map(str, team), *timeout_ms]
     done = subprocess.run(
@@ -150,7 +150,7 @@ def test_schedule_compiles(tmp_path):
     text = schedule.read_text()
     assert "rank + 2 * world - 1 - hop" in text
     schedule.write_text(text.replace("rank + 2 * world - 1 - hop", "rank + 2 * world - hop"))
-    # The first proof that fails is enough.
+    # The first failing proof ends the compilation.
     wrong = subprocess.run(
         [*command, "-fmax-errors=1", f"-I{mutated}", f"-I{ROOT}", source],
         capture_output=True,

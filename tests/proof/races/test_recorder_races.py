@@ -36,7 +36,7 @@ MUTANTS = {
         "if (!CHOSEN && r->id.sequence != sequence) return;  // a message",
     ),
 }
-# Where the program cuts in, in the middle of a record.
+# The places in the middle of a record at which the program's hooks run.
 TURNS = [
     Mutant(
         RECORDER,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of a scratch file under ThreadSanitizer, with system calls in trouble; and mutants."""
+"""The pool of a scratch file under ThreadSanitizer, with disturbed system calls; and mutants."""
 
 import os
 import signal
@@ -74,7 +74,7 @@ pytestmark = [pytest.mark.compiles, NEEDS_COMPILER]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """The program of all mutants."""
+    """Builds the program of all mutants."""
     folder = tmp_path_factory.mktemp("scratch")
     skip_without_sanitizer(folder)
     write_sources(folder, ALL)
@@ -106,7 +106,7 @@ def test_requests_run_in_order_and_faults_end_them(program):
 
 
 def test_every_mutant_is_seen(program):
-    """By a wrong byte, end or place, or by a race; those that hang, by the time."""
+    """A wrong byte, end or place, or a race shows a mutant; the time limit shows one that hangs."""
     with ThreadPoolExecutor(2) as pool:
         limits = [120] * len(MUTANTS) + [3] * len(HANGS)
         ends = pool.map(lambda n: run(program, n + 1, limits[n]).returncode, range(len(ALL)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's collectives under ThreadSanitizer, and mutants that must be rejected."""
+"""The optimizer's collectives under ThreadSanitizer, and mutants that the test must reject."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def program(sanitized_objects, tmp_path_factory) -> Path:
-    """The program of all mutants; with number 0 it is the right one."""
+    """Builds the program of all mutants; with number 0 it is the right program."""
     folder = tmp_path_factory.mktemp("step_races")
     write_sources(folder, MUTANTS)
     return compile_to(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How host threads wait: whom they wake, what they yield to, what time counts; and mutants.
+"""How host threads wait: which threads they wake and yield to, and which time counts; and mutants.
 
-Sleepers are woken by the peer, and not by the end of their nap. On a core that others want they
-sleep, and do not yield to who computes. A wait does not count the time in which its process did
-not run.
+The peer wakes a sleeper, not the end of its nap. On a core that other threads want, a waiter
+sleeps, and does not yield to a computing thread. A wait does not count the time in which its
+process did not run.
 """
 
 import os
@@ -19,7 +19,7 @@ from tests.support import ROOT
 from tests.support.compiler import NEEDS_COMPILER, OPTIMISED, compile_to
 
 WAITER = "host/waiter.cpp"
-# The program chooses how long a sleep lasts.
+# Makes kSleepNs a variable, so that the program chooses how long a sleep lasts.
 SLEEP = Mutant(
     "host/waiter.h", "static constexpr uint64_t kSleepNs", "static inline uint64_t kSleepNs"
 )
@@ -93,7 +93,7 @@ pytestmark = [pytest.mark.compiles, NEEDS_COMPILER]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
-    """The program of all mutants."""
+    """Builds the program of all mutants."""
     folder = tmp_path_factory.mktemp("waits")
     write_sources(folder, MUTANTS, [SLEEP])
     return compile_to(
@@ -131,7 +131,7 @@ def test_mutants_sleep_on(program):
 
 
 def test_ranks_on_one_core_sleep_for_each_other(program):
-    # Each item makes one of them wait for the other, which needs the core.
+    # At each item one of the ranks waits for the other, which needs the core.
     assert numbers(program, "answer")[0] >= ANSWERS // 2
     assert numbers(program, "answer", "a spinner keeps the core from its peer")[0] < ANSWERS // 2
 
@@ -144,15 +144,15 @@ def test_nobody_yields_again_and_again_to_who_computes(program):
 
 
 def test_a_suspension_does_not_count(program):
-    # The first look begins the wait, and the timeout of 100 looks must be exceeded.
+    # The first look begins the wait, and then the timeout of 100 looks must be exceeded.
     assert numbers(program, "suspend") == [103]
-    assert numbers(program, "suspend", "the suspension counts") == [50]  # the look that follows it
+    assert numbers(program, "suspend", "the suspension counts") == [50]  # the look after it
     done = run(program, "suspend", "no look is noted")
     assert done.stdout + done.stderr != "103\n"
 
 
 APART = [
-    # The cores asleep, after, and asked for last; the calls that set them.
+    # The cores during the sleep, after it, and last requested; the number of calls that set them.
     "fb ff ffffffff 3",
     "fb ff ffffffff 2",
     "b f f 4",

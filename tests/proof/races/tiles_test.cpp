@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Proves that the parts of a chunk (core/tiles.h) partition it, and that the loops of the CUDA
-// kernels, whose lanes run here one after the other, access exactly the bytes of a part.
+// kernels access exactly the bytes of a part. The lanes of a kernel run here one after the other.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -70,7 +70,7 @@ void check_partitions() {
 
 // ---- the rounds of rings and of two hops --------------------------------------------------------
 
-// The part of an endpoint that rounds_of() uses.
+// The members of an endpoint that rounds_of() uses.
 template <bool tiles>
 struct Cut {
   struct Channels {
@@ -89,7 +89,7 @@ struct Cut {
   }
 };
 
-// All ranks count enough rounds for every chunk, and no more. Returns how often chunk 0 has fewer.
+// All ranks count just enough rounds for every chunk. Returns how often chunk 0 has fewer rounds.
 template <bool tiles>
 int check_rounds(uint64_t total, int world, int channels, int segment_shift) {
   const Chunks chunks{nullptr, total, balanced_chunk_bytes(total, world), nullptr};
@@ -120,7 +120,7 @@ void check_all_rounds() {
           dealt += check_rounds<true>(world * (near + lines * 64), world, channels, kShift) +
                    check_rounds<true>(world * near + lines * 64, world, channels, kShift);
     }
-  // The case of a shorter chunk with a longer part by a piece.
+  // In this case a shorter chunk has a part that is longer by a piece.
   if (sliced == 0 || dealt == 0 || check_rounds<false>(164160, 2, 5, 14) == 0)
     fail("no shorter chunk has a longer part", 0, 0, 0);
 }
@@ -139,7 +139,7 @@ struct Buffer {
   }
 };
 
-// The part of a team that the Ops use.
+// The members of a team that the Ops use.
 struct OneLane {
   int lane_, lanes_;
   Gaps gaps_[2];
@@ -149,7 +149,7 @@ struct OneLane {
   Gaps* gaps() { return gaps_; }
 };
 
-// Elements by which the first of the result, of source 0 and of the other sources is misaligned.
+// Elements by which the starts of the result, source 0 and the other sources are misaligned.
 struct Misaligned {
   int result, first, others;
 };

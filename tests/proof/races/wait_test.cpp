@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// How ranks wait, as tests/proof/races/test_waits.py asks:
+// How ranks wait, for tests/proof/races/test_waits.py:
 //
 //   wait_test wake SECONDS     two ranks answer each other and sleep for an hour at a time, so that
 //                              only a wake-up lets them go on
@@ -8,13 +8,13 @@
 //                              every time slice: prints how often they slept
 //   wait_test yield SECONDS    a thread yields beside one that computes on its core: prints how
 //                              many of its yields were refused, for a small call and for a huge one
-//   wait_test suspend SECONDS  a rank waits in vain by a clock that goes on 10 ms at each look, and
-//                              once an hour, as of a machine that was suspended: prints after how
-//                              many looks it gives up
+//   wait_test suspend SECONDS  a rank waits for nothing by a clock that advances 10 ms at each look,
+//                              and once by an hour, as if the machine had been suspended: prints
+//                              the number of looks until it gives up
 //   wait_test apart SECONDS    sleeps with an affinity that an emulated kernel keeps: prints the
-//                              cores of each case, asleep and after
+//                              cores of each case, during the sleep and after it
 //
-// NOTE [Busy cores] in waiter.cpp says why a waiter on a core that others want sleeps.
+// NOTE [Busy cores] in waiter.cpp says why a waiter sleeps on a core that other threads want.
 #include <sched.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -29,7 +29,7 @@
 
 namespace {
 
-// The affinity of the calling thread, where `emulated`, as masks of eight cores.
+// The affinity of the calling thread as masks of eight cores, if `emulated`.
 struct Kernel {
   bool emulated = false;
   unsigned cpuset = 0xff, cores = 0xff, asked = 0;
@@ -52,7 +52,7 @@ cpu_set_t set_of(unsigned bits) {
 
 }  // namespace
 
-// In place of the C library's.
+// Replaces the C library's function.
 extern "C" int sched_setaffinity(pid_t pid, size_t bytes, const cpu_set_t* set) noexcept {
   if (!kernel.emulated) return int(syscall(SYS_sched_setaffinity, pid, bytes, set));
   kernel.asked = bits_of(*set);
@@ -73,8 +73,8 @@ namespace {
 constexpr uint32_t kWakes = 2000;
 const Waiter kSleeper{PausePolicy{0, 0}};
 
-// Every second time the reader has told that it sleeps, or is about to; else they may meet
-// anywhere.
+// At every second item, waits until the reader has said that it sleeps or is about to; otherwise
+// the two may meet anywhere.
 void let_sleep(const uint32_t* flag, uint32_t item) {
   while (item % 2 == 0 && load_relaxed_sys(flag) == 0) sched_yield();
 }
@@ -205,8 +205,7 @@ void suspend() {
   std::printf("%d\n", looks);
 }
 
-// Prints the cores during the sleep and after it, and the first 32 cores of the last mask that was
-// set.
+// Prints the cores during the sleep and after it, and the first 32 cores of the last mask set.
 void sleep_apart(unsigned cpuset, unsigned cores, uint32_t core, unsigned set_meanwhile = 0) {
   kernel = {true, cpuset, cores, 0, 0};
   unsigned asleep;
@@ -228,11 +227,11 @@ void pause_apart(const Waiter& waiter, uint32_t core) {
 void apart() {
   sleep_apart(0xff, 0xff, 1 + 2);
   sleep_apart(0xff, 0xff, 1 + 2);        // now the thread is known to have all cores
-  sleep_apart(0xff, 0x0f, 1 + 2);        // it has some of them
-  sleep_apart(0xff, 0x0f, 1 + 4);        // the core is none of them
-  sleep_apart(0xff, 0x04, 1 + 2);        // it is the only one
+  sleep_apart(0xff, 0x0f, 1 + 2);        // the thread has only some cores
+  sleep_apart(0xff, 0x0f, 1 + 4);        // the core is not one of these
+  sleep_apart(0xff, 0x04, 1 + 2);        // the core is the only one
   sleep_apart(0xff, 0xff, 0);            // the core is not known
-  sleep_apart(0xff, 0x0f, 1 + 2, 0x30);  // somebody moves the thread meanwhile
+  sleep_apart(0xff, 0x0f, 1 + 2, 0x30);  // another process moves the thread meanwhile
   Waiter::kSleepNs = 1'000'000;
   pause_apart(Waiter{PausePolicy{0, 0}}, 1 + 2);
   pause_apart(Waiter{PausePolicy{0, 1}}, 1 + 2);  // ranks outnumber cores

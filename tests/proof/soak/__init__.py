@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hours of mixed collectives, every element checked, and what the processes use meanwhile."""
+"""Hours of mixed collectives: checks every element, and the resources that the processes use."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.proof.soak``: mixed collectives for an hour; nothing wrong, nothing may grow.
+"""``python -m tests.proof.soak``: an hour of mixed collectives, without wrong results or growth.
 
-Exits with 1 when an element was wrong, a call failed, or a rank uses more at the end than it did
-after the first quarter.
+Exits with 1 if an element is wrong, a call fails, or a rank's use of resources grows after the
+first quarter.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.proof.soak.ranks import Done, Soak, soak_rank
 from tests.proof.soak.usage import complaints, growth
 from tests.support.ranks import RanksFailed, run_ranks
 
-# Pages of a heap that its own or a peer's rank touches late for the first time: heaps of all ranks.
+# Share of all ranks' heaps whose pages may be touched for the first time late in the run.
 SLACK_OF_HEAPS = 1.0
 FEWEST_SAMPLES = 8
 
 
 def report(done: Sequence[Done], heap_bytes: int) -> tuple[str, list[str]]:
-    """A text of what was done and used, and what is wrong with it."""
+    """Returns a text of the work and the resources used, and a list of faults."""
     lines = [
         f"{done[0].calls} calls on {len(done)} ranks, {done[0].communicators} communicators, "
         f"{sum(each.elements for each in done)} elements checked, none wrong"

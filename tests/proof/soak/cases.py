@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeded calls of every kind, each with inputs and results that are known exactly."""
+"""Random calls of every kind, from a seed, with inputs and exactly known results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEMORIES = ("plain", "heap")
 
 @dataclass(frozen=True)
 class Case:
-    """One call: ``count`` elements a rank; ``root`` where there is one."""
+    """One call: ``count`` elements per rank; ``root`` for calls with a root."""
 
     kind: str
     count: int
@@ -35,8 +35,8 @@ class Case:
 
 
 def random_case(rng: random.Random, world: int) -> Case:
-    """The next call; ranks that draw from equal generators draw equal cases."""
-    # Mostly small, so that there are many; now and then hundreds of segments, or nothing.
+    """Returns the next call; ranks with equal generators draw equal cases."""
+    # Mostly small calls, so that there are many; sometimes hundreds of segments, or no element.
     exponent = rng.choices([(0, 13), (13, 18), (-1, -1)], [20, 2, 1])[0]
     count = int(2 ** rng.uniform(*exponent))
     return Case(
@@ -44,7 +44,7 @@ def random_case(rng: random.Random, world: int) -> Case:
         count,
         rng.choice(DTYPES),
         rng.choice(OPS),
-        # As many bits are drawn for every world, so that groups of unequal size stay in step.
+        # Every world draws the same number of bits, so that groups of unequal size stay in step.
         rng.getrandbits(16) % world,
         rng.choice(("auto", "one_shot", "ring")),
         rng.choice(MEMORIES),

@@ -21,7 +21,7 @@ SAMPLES = 240
 
 @dataclass(frozen=True)
 class Soak:
-    """``seconds`` of calls; ``planted`` is called after each, for negative controls."""
+    """A run of ``seconds``; ``planted`` is called after each call, for negative controls."""
 
     seconds: float
     seed: int
@@ -41,14 +41,14 @@ class Done:
 
 
 def _agreed(steady: Communicator, mine: bool) -> bool:
-    """Rank 0's answer: no rank may go by its own clock."""
+    """Returns rank 0's value of ``mine``, since ranks must not decide by their own clocks."""
     flag = torch.tensor([int(mine)])
     steady.broadcast(flag, 0)
     return bool(flag.item())
 
 
 def _random_options(rng: random.Random) -> CommOptions:
-    """Segments and slots of all sizes, so that calls take one item, a few, or hundreds."""
+    """Draws segments and slots of all sizes, so that calls take one item, a few, or hundreds."""
     return CommOptions(
         segment_bytes=4096 << rng.randrange(7), slots=2 << rng.randrange(3), timeout=TIMEOUT_S
     )
@@ -57,7 +57,7 @@ def _random_options(rng: random.Random) -> CommOptions:
 def _one_communicator(
     store: FileStore, steady: Communicator, rng: random.Random, soak: Soak, done: Done
 ) -> None:
-    """Builds one and halves of it, makes calls on all, and closes them."""
+    """Builds a communicator and its halves, makes calls on all, and closes them."""
     rank, world = steady.rank, steady.world_size
     comm = Communicator.from_store(
         store, rank, world, name=f"soak-{done.communicators}", options=_random_options(rng)
@@ -76,7 +76,7 @@ def _one_communicator(
 
 
 def soak_rank(store: FileStore, rank: int, world: int, soak: Soak) -> Done:
-    """Calls of all kinds until the time is up; all ranks draw the same ones."""
+    """Makes calls of all kinds until the time is up; all ranks draw the same calls."""
     rng = random.Random(soak.seed)
     started = sampled_at = time.monotonic()
     done = Done(0, 0, 0, [])
@@ -93,9 +93,9 @@ def soak_rank(store: FileStore, rank: int, world: int, soak: Soak) -> Done:
 
 
 def _sample_alone(steady: Communicator, seconds: float) -> Sample:
-    """Samples what this rank uses besides the steady communicator."""
+    """Samples the resources that this rank uses besides the steady communicator."""
     steady.barrier()
-    # All peers have closed theirs: building one takes back the memory of closed ones.
+    # All peers have closed theirs; building a communicator frees the memory of closed ones.
     alone = steady.new_group([steady.rank])
     assert alone is not None
     alone.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A soak run of seconds, and what it must complain of."""
+"""A soak run of some seconds, and the faults that it must report."""
 
 import os
 import random
@@ -37,7 +37,7 @@ def test_mixed_calls_leave_nothing():
     done = run_ranks(soak_rank, 4, SHORT)
     assert len({(each.calls, each.communicators) for each in done}) == 1
     text, wrong = report(done, SHORT.heap_bytes)
-    # Seconds are too short for malloc and the heap to have touched all that they will.
+    # In seconds malloc and the heap do not touch all of their pages, so growth in bytes is allowed.
     assert [each for each in wrong if "_bytes grew" not in each or "heap_bytes" in each] == []
     assert f"{done[0].calls} calls on 4 ranks" in text
 
@@ -72,7 +72,7 @@ def test_growth_is_told(name):
     assert complaints(_samples(), 1 << 20) == []
     step = PRIVATE_SLACK_BYTES / 10
     samples = _samples(**{name: step})
-    # From the middle of the second quarter to that of the last.
+    # Growth is measured from the middle of the second quarter to the middle of the last.
     assert growth(samples)[name] == pytest.approx(50 * step, abs=1)
     assert [text.split()[0] for text in complaints(samples, 1 << 20)] == [name]
 
@@ -84,7 +84,7 @@ def test_a_short_run_is_told():
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_every_kind_is_checked(kind, monkeypatch):
-    """A wrong element is named by its first byte."""
+    """A wrong element is reported by its first wrong byte."""
     case = Case(kind, 1000, torch.float32, "SUM", 0, "auto", "plain", False)
     right = CALLS[kind]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of what a process uses over time, and the growth that they show."""
+"""Samples the resources that a process uses over time, and finds growth."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pathlib import Path
 import ringcomm
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# What torch and malloc take now and then without a leak: the first samples are left out, and this
-# much is forgiven for the rest of the run, however long it is.
+# torch and malloc sometimes take memory without a leak: the first samples are left out, and this
+# much growth is allowed for the rest of the run, however long it is.
 PRIVATE_SLACK_BYTES = 8 << 20
-# Samples of the start, in which pools fill up, and of the end that it is compared with.
+# Shares of the samples: the start, in which pools fill up, and the end, which is compared.
 WARM_UP, TAIL = 0.25, 0.25
 
 
 @dataclass(frozen=True)
 class Sample:
-    """At a moment when no call is under way and everything that can be closed is.
+    """The resources in use when no call is under way and all closable objects are closed.
 
     Attributes:
         private_bytes: resident memory that is not shared with other processes' heaps.
@@ -42,9 +42,9 @@ class Sample:
 
 
 def sample(seconds: float) -> Sample:
-    """This process now, after malloc has given back what it holds for later.
+    """Returns this process's resources, after malloc has returned its unused memory.
 
-    glibc keeps freed memory in an arena per thread; how much depends on how large calls fell.
+    glibc keeps freed memory in an arena per thread; how much depends on the sizes of calls.
     """
     ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -61,7 +61,7 @@ def sample(seconds: float) -> Sample:
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, float]:
-    """Median of the last quarter less that of the second, for every quantity.
+    """Returns the median of the last quarter minus that of the second, for every quantity.
 
     Args:
         samples: at least eight, in order.
@@ -78,7 +78,7 @@ def growth(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def complaints(samples: Sequence[Sample], shared_slack_bytes: int) -> list[str]:
-    """Returns what grew though nothing should.
+    """Returns the quantities that have grown by more than is allowed.
 
     Args:
         samples: of one process.

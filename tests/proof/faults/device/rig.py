@@ -71,7 +71,7 @@ class Rig:
     def connect(
         self, store: Store, rank: int, n: int, timeout: float = LONG_S, name: str = "world"
     ) -> Any:
-        """A rank of ``n`` processes."""
+        """Returns this process's communicator, as one rank of ``n`` processes."""
         return Communicator.from_store(
             store,
             rank,
@@ -111,7 +111,7 @@ class Rig:
         return int(ringcomm.heap_stats(device=DEVICE)["used_bytes"])
 
     def close(self) -> None:
-        """Closes what is open, and checks that no memory, descriptor or thread is left."""
+        """Closes all open worlds, and checks that no memory, descriptor or thread is left."""
         for world in self._worlds:
             for each in world:
                 each.abort("the test is over")

@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 COUNT = 16 << 10  # more than the staging of a message holds
-# Of what must end by its deadline, and of what must not come to it.
+# Timeouts of calls that must end by their deadline, and of calls that must not reach it.
 SOON_S, LONG_S = 0.7, 30.0
 TOLD = "until its timeout ended"
 QUEUES = "hardware queues for"

@@ -373,7 +373,7 @@ def test_communicators_in_opposite_orders_run_side_by_side(kind: str) -> None:
 
 
 def test_opposite_orders_past_the_capacity_end_by_the_deadline() -> None:
-    """Each rank's second launch does not fit beside the first, which waits for the other rank."""
+    """Each rank's second launch does not fit beside its first, which waits for the other rank."""
     knobs = {"multiprocessors": 2, "blocks_per_multiprocessor": 1}
     for told in run_ranks(opposite_orders, 2, "emulated", 0, knobs):
         assert told

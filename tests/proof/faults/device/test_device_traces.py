@@ -28,7 +28,7 @@ def line(function: Any, offset: int) -> str:
 
 
 def fails(store: Any, rank: int, n: int, kind: str, how: str, folder: str) -> tuple[Any, str]:
-    """Makes two good calls; then rank 1 fails, and rank 0 returns the error that tells it so."""
+    """Makes two good calls; then rank 1 fails, and rank 0 returns the error that it raised."""
     os.environ[reader.VARIABLE] = folder
     rig = Rig(kind)
     comm = rig.connect(store, rank, n)
