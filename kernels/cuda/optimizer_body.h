@@ -17,7 +17,9 @@ namespace device {
 // measured on a GPU.
 constexpr int kNormThreads = 512, kShardBlocks = 2;
 template <class G>
-constexpr int kStepThreads = sizeof(G) == 4 || RC_IS_SM100 ? 640 : 768;
+constexpr int kStepThreads = sizeof(G) == 4 ? (RC_IS_SM100 ? 512 : 640)
+                             : RC_IS_SM100  ? 640
+                                            : 768;
 template <class G>
 constexpr int kManyThreads = sizeof(G) == 4 ? 384
                              : RC_IS_SM100  ? 512

@@ -134,8 +134,15 @@ struct RowSum {
       Vec16 now[unroll];
       RC_UNROLL
       for (int u = 0; u < unroll; ++u) now[u] = load16(row + at + u * kRowLanes * 16);
+      // Each use waits for all loads: for sm_100, ptxas would otherwise convert the first vector
+      // before it issues the last load.
+      uint32_t any = 0;
+      RC_UNROLL
+      for (int u = 0; u < unroll; ++u) any |= now[u].word[0];
+      const uint32_t zero = any & misalignment(row + at);
       RC_UNROLL
       for (int u = 0; u < unroll; ++u) {
+        now[u].word[0] |= zero;
         float x[kElems];
         RowVector<T>::widen(x, now[u]);
         RC_UNROLL

@@ -8,7 +8,7 @@
 //                              every time slice: prints how often they slept
 //   wait_test yield SECONDS    a thread yields beside one that computes on its core: prints how
 //                              many of its yields were refused, for a small call and for a huge one
-//   wait_test suspend SECONDS  a rank waits for nothing by a clock that advances 10 ms at each look,
+//   wait_test suspend SECONDS  a rank waits for nothing by a clock that gains 10 ms at each look,
 //                              and once by an hour, as if the machine had been suspended: prints
 //                              the number of looks until it gives up
 //   wait_test apart SECONDS    sleeps with an affinity that an emulated kernel keeps: prints the
