@@ -23,7 +23,7 @@ import ringcomm
 from ringcomm.examples.corpus import Corpus, draw
 from ringcomm.examples.train_gpt import GPT, ModelConfig
 
-from .options import numbers, option
+from .options import numbers, subject
 from .report import LOSSES, row_of
 from .run import Bench, Run
 from .training import DATA, read_text
@@ -33,6 +33,9 @@ HELD_OUT_BATCHES = 16
 PEAK, WARM_UP_STEPS = 2e-3, 50
 NODES = [2, 2]
 STAGE = 2
+
+
+BeforeStep = Callable[[int, int], object]
 
 
 class Curve(NamedTuple):
@@ -76,11 +79,17 @@ def held_out_loss(module: nn.Module, corpus: Corpus) -> float:
 
 
 def _train(
-    module: nn.Module, optimizer: Any, corpus: Corpus, marks: Sequence[int], rows: slice
+    module: nn.Module,
+    optimizer: Any,
+    corpus: Corpus,
+    marks: Sequence[int],
+    rows: slice,
+    before_step: BeforeStep,
 ) -> list[float]:
     """Trains on ``rows`` of each batch; returns the held-out loss after each step in ``marks``."""
     losses = []
     for step in range(marks[-1]):
+        before_step(step, marks[-1])
         fall = 1.0 - max(0, step - WARM_UP_STEPS) / max(1, marks[-1] - WARM_UP_STEPS)
         optimizer.param_groups[0]["lr"] = PEAK * min(1.0, (step + 1) / WARM_UP_STEPS) * fall
         tokens, targets = draw(corpus.train, 0, step, SIZE)
@@ -93,14 +102,23 @@ def _train(
     return losses
 
 
-def curve(how: Curve, model: ModelConfig, corpus: Corpus, marks: Sequence[int]) -> list[float]:
-    """Returns the held-out losses after the steps in ``marks``, which are sorted."""
+def curve(
+    how: Curve,
+    model: ModelConfig,
+    corpus: Corpus,
+    marks: Sequence[int],
+    before_step: BeforeStep = lambda step, steps: None,
+) -> list[float]:
+    """Returns the held-out losses after the steps in ``marks``, which are sorted.
+
+    Calls ``before_step`` with the number of each step and their count, on the first rank.
+    """
     torch.manual_seed(how.seed)
     module = GPT(model)
     make = partial(how.make, lr=PEAK, weight_decay=0.1)
     if how.compression is None:
         optimizer = make(module.parameters(), comm="alone")
-        return _train(module, optimizer, corpus, marks, slice(None))
+        return _train(module, optimizer, corpus, marks, slice(None), before_step)
     options = ringcomm.zero.ZeroOptions(
         state=how.state, compression=ringcomm.zero.Compression(**how.compression)
     )
@@ -110,7 +128,8 @@ def curve(how: Curve, model: ModelConfig, corpus: Corpus, marks: Sequence[int]) 
         torch.set_num_threads(1)
         sharded = ringcomm.zero.shard(copies[comm.rank], STAGE, comm=comm, options=options)
         rows = slice(comm.rank, None, comm.world_size)
-        losses = _train(sharded, make(sharded.parameters()), corpus, marks, rows)
+        shown = before_step if comm.rank == 0 else lambda step, steps: None
+        losses = _train(sharded, make(sharded.parameters()), corpus, marks, rows, shown)
         ringcomm.zero.remove_sharding(sharded)
         return losses
 
@@ -123,10 +142,14 @@ def measure(run: Run) -> None:
     asked = run.options
     model = ModelConfig(asked.width, asked.depth, 4, CONTEXT, tied=True)
     marks = sorted({max(1, asked.steps * part // 10) for part in (1, 2, 4, 6, 8, 10)})
+    run.pacing.expect(len(RUNS[asked.what]))
     for name, each in RUNS[asked.what].items():
+        run.pacing.begin()
         ranks = 1 if each.compression is None else sum(NODES)
         row = row_of("held_out_loss", f"{asked.width}x{asked.depth}", ranks, 0)
-        losses = zip(marks, curve(each, model, asked.corpus, marks), strict=True)
+        found = curve(each, model, asked.corpus, marks, run.pacing.show_round)
+        run.pacing.end()
+        losses = zip(marks, found, strict=True)
         run.add([replace(row, system=name, count=m, loss=round(x, 5)) for m, x in losses], LOSSES)
 
 
@@ -134,7 +157,7 @@ BENCH = Bench(
     "curves",
     __doc__,
     measure,
-    (option("what", choices=RUNS), *numbers(width=128, depth=4, steps=1000), DATA),
+    (subject(*RUNS), *numbers(width=128, depth=4, steps=1000), DATA),
     ranks=0,
     rounds=0,
     check=lambda parser, asked: read_text(parser, asked, CONTEXT),

@@ -179,6 +179,7 @@ def measure(run: Run) -> None:
     if "driver" in asked.what:
         run.add(driver_rows(driver_costs(asked.calls, asked.rounds)), TABLE)
     if "calls" in asked.what:
+        run.pacing.expect(1 + len(WORLDS))
         for ranks in (1, *WORLDS):
             measure_world(run, gpu, ranks)
 

@@ -28,7 +28,7 @@ import ringcomm
 from .devices import ONE_LAUNCH, CudaDevice
 from .launch import LaunchError
 from .loops import SERIAL, other_loops, with_other_loops
-from .options import choice, option
+from .options import choice, option, subject
 from .report import Row, row_of
 from .run import Bench, Run
 from .timing import Call, Device, Timing, rows_of
@@ -268,6 +268,7 @@ def measure(run: Run) -> None:
     # facts() copies between two large tensors: free them before the free memory is measured.
     run.facts = {**gpu.facts(), "mode": ONE_LAUNCH}
     _cuda.empty_cache()
+    run.pacing.expect(1)
     case = fitting(case, int(_cuda.mem_get_info(0)[0]))
     gpu.sleep_cycles = _SLEEP_CYCLES
     run.add(run_case(case, gpu, partial(run.time, batch=_CALLS_PER_TURN, device=gpu)))
@@ -278,7 +279,7 @@ BENCH = Bench(
     __doc__,
     measure,
     (
-        option("what", choices=tuple(_WHAT)),
+        subject(*_WHAT),
         option("-n --ranks", "ranks of a step", type=int, default=2, choices=(2, 4, 8)),
         option("-m --millions", "Mi parameters, fewer if memory is small", type=int, default=256),
         choice("-d --dtype", "dtype of parameters and gradients", "bfloat16", "float32"),

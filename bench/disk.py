@@ -86,9 +86,12 @@ class RawFile:
 
 def measure(run: Run) -> None:
     asked = run.options
+    run.pacing.expect(len(PATTERNS) * len(DEPTHS))
     with closing(RawFile(asked.path, asked.size, asked.extent_bytes)) as file:
         for pattern, depth in itertools.product(PATTERNS, DEPTHS):
+            run.pacing.begin()
             moved_bytes, wall_s, cpu_s = file.time(pattern, depth)
+            run.pacing.end()
             more = {
                 "system": "pread and pwrite",
                 "note": f"CPU {cpu_s * 1e12 / moved_bytes:.1f} ms/GB",

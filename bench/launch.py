@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from ringcomm.launch import RankCommand, end_with, rank_variables, run_commands, started
 
+from .pacing import terminal_variable
 from .report import PROCESSES
 
 _STORE_FILE = "RINGCOMM_BENCH_STORE"
@@ -148,7 +149,7 @@ def run_ranks(words: Sequence[str], wanted: Wanted) -> int:
     command, world = [sys.executable, "-m", *words], wanted.ranks or 1
     if needs_mpiexec(wanted.systems):
         mpiexec, environment = find_mpiexec(wanted.systems)
-        variables = {"mpiexec": environment}
+        variables = {"mpiexec": {**environment, **terminal_variable()}}
         return _run([mpiexec, "-n", str(world), *command], variables, wanted.busy)
     variables = {f"rank {rank}": rank_variables(rank, world) for rank in range(world)}
     if wanted.nodes > 1:  # consecutive ranks form a node

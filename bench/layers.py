@@ -104,6 +104,7 @@ def meshes_of(group: Any) -> dict[str, DeviceMesh]:
 def measure(run: Run) -> None:
     run.connect()
     meshes = meshes_of(dist.group.WORLD)
+    run.pacing.expect(len(run.options.sizes))
     for size in run.options.sizes:
         tokens, width = size
         row = row_of("tp_layer", f"{tokens} tokens x {width}", run.world, tokens * width)

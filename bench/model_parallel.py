@@ -174,6 +174,7 @@ def unequal(trained: Mapping[str, ParallelTraining]) -> dict[str, int]:
 
 def measure(run: Run) -> None:
     run.connect()
+    run.pacing.expect(1)
     shape = GptShape(**{name: getattr(run.options, name) for name in vars(GptShape())})
     stages = [make_stage(shape, number) for number in range(AXES["pp"])]
     parameters = sum(param.numel() for stage in stages for param in stage.parameters())

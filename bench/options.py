@@ -36,6 +36,11 @@ def choice(names: str, help: str, *choices: str) -> Option:
     return option(names, help, choices=choices, default=choices[0])
 
 
+def subject(*choices: str) -> Option:
+    """Declares the word that says what is measured; usage and errors show the choices."""
+    return option("what", choices=choices, metavar="|".join(choices))
+
+
 def numbers(**usual: int) -> list[Option]:
     """Declares options for positive numbers, from their names and defaults."""
     return [option(f"--{name}", type=positive, default=each) for name, each in usual.items()]
@@ -44,13 +49,15 @@ def numbers(**usual: int) -> list[Option]:
 def tuples(name: str, metavar: str, usual: Sequence[tuple[int, ...]]) -> Option:
     """Declares an option for tuples of numbers, with ``metavar`` such as "N,K"."""
 
-    def read(text: str) -> tuple[int, ...]:
-        found = tuple(map(int, text.split(",")))
-        if len(found) != len(metavar.split(",")):
-            raise ValueError
-        return found
+    count_of, example = len(metavar.split(",")), usual[0] if usual else (1, 64)
 
-    read.__name__ = metavar  # argparse prints this name in its error message
+    def read(text: str) -> tuple[int, ...]:
+        words = text.split(",")
+        if len(words) != count_of or not all(each.isdecimal() and int(each) for each in words):
+            told = f"{text!r} is not {metavar}, positive whole numbers"
+            raise argparse.ArgumentTypeError(f"{told} such as {','.join(map(str, example))}")
+        return tuple(map(int, words))
+
     return option(name, nargs="*", type=read, metavar=metavar, default=usual)
 
 
@@ -100,7 +107,12 @@ THREADS = option(
 )
 BUSY = option("--busy", "processes that each keep a core busy", type=count, default=0)
 PIN = option("--pin", "pin each rank to as many cores as it has threads", action="store_true")
-JSON = option("--json", "write rows and provenance as JSON", type=new_file, metavar="PATH")
+JSON = option(
+    "--json",
+    "write rows and provenance as JSON, which `ringcomm report PATH` shows with plots",
+    type=new_file,
+    metavar="PATH",
+)
 CSV = option("--csv", "write rows and provenance as CSV", type=new_file, metavar="PATH")
 
 

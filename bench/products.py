@@ -77,6 +77,7 @@ CASES = {"all_gather_matmul": gathers, "matmul_reduce_scatter": scatters}
 
 def measure(run: Run) -> None:
     comm = run.connect()
+    run.pacing.expect(len(run.options.shapes) * len(CASES))
     for shape in run.options.shapes:
         for name, calls in CASES.items():
             elems = comm.world_size * shape[0] * shape[1]

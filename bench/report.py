@@ -235,22 +235,19 @@ def _agreement(row: Row) -> str:
     return {None: "-", 0: "equal"}.get(row.wrong, f"WRONG: {row.wrong}")
 
 
-# These are the columns of nccl-tests.
+# The columns of nccl-tests, except those with one value per table, which are in the table's title:
+# type, redop and root.
 COLLECTIVE_KEY = (
-    Column("size", "(B)", 12, lambda row: row.size_bytes),
-    Column("count", "(elems)", 9, lambda row: row.count),
-    Column("type", "", 8, lambda row: row.dtype),
-    Column("redop", "", 5, lambda row: row.op),
-    Column("root", "", 4, lambda row: row.root if row.root >= 0 else "-"),
-    Column("system", "", 15, lambda row: row.system, right=False),
-    Column("mode", "", 18, lambda row: row.mode, right=False),
+    Column("size", "(B)", 10, lambda row: row.size_bytes),
+    Column("count", "(elems)", 10, lambda row: row.count),
+    Column("system", "", 12, lambda row: row.system, right=False),
 )
 COLLECTIVE_CELL = (
     Column("time", "(us)", 10, _number("time_us")),
-    Column("algbw", "(GB/s)", 7, _number("algbw_gbps")),
-    Column("busbw", "(GB/s)", 7, _number("busbw_gbps")),
+    Column("algbw", "(GB/s)", 6, _number("algbw_gbps")),
+    Column("busbw", "(GB/s)", 6, _number("busbw_gbps")),
     Column("#wrong", "", 6, lambda row: "-" if row.wrong is None else row.wrong),
-    Column("ratio", "", 7, _number("ratio")),
+    Column("ratio", "", 6, _number("ratio")),
     Column("p95", "(us)", 9, _number("p95_us")),
     Column("ratio95", "", 7, _number("ratio_p95")),
 )

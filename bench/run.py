@@ -39,6 +39,7 @@ from .options import (
     rounds,
     without_files,
 )
+from .pacing import Pacing, progress_of_rank
 from .report import TIMES, Report, Row, RowTable, collect, write_csv, write_json
 from .timing import Call, Device, Entrant, Pace, Timing, measure, rows_of
 
@@ -134,6 +135,11 @@ class Run:
         group = dist.group.WORLD if self.over_nodes else None
         return Board(self.info.store, self.rank, processes, group)
 
+    @cached_property
+    def pacing(self) -> Pacing:
+        title = " ".join(self.bench.command([]))
+        return Pacing(title, progress_of_rank() if self.rank == 0 else None)
+
     def connect(self, backend: str = "ringcomm", **how: Any) -> ringcomm.Communicator:
         """Creates torch's default group, and a communicator by ``from_store``; collective."""
         store, rank, world = self.info.store, self.rank, self.world
@@ -148,6 +154,7 @@ class Run:
 
     def say(self, text: str) -> None:
         if self.rank == 0 and text:
+            self.pacing.clear()
             print(text, flush=True)
 
     def time(
@@ -161,7 +168,11 @@ class Run:
         """Times ``batch`` calls of each system per round; systems take turns within a round."""
         pace = Pace(self.options.rounds, warmup_rounds, batch, turn_us=0, rest_s=self.rest_s)
         entrants = {name: Entrant([call]) for name, call in calls.items()}
-        return measure(self.board, entrants, pace, device or Device())
+        self.pacing.begin()
+        clock = device or Device()
+        timings = measure(self.board, entrants, pace, clock, self.pacing.show_round)
+        self.pacing.end()
+        return timings
 
     def compare(
         self, case: Row, calls: Mapping[str, Call], subject: str | Mapping[str, str]
@@ -243,7 +254,10 @@ def run_rank(
     run = Run(bench, options, info, words)
     if bench.ranks:
         take_cores(options, info.rank)
-    bench.measure(run)
+    try:
+        bench.measure(run)
+    finally:
+        run.pacing.clear()
     return run.finish()
 
 

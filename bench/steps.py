@@ -25,7 +25,7 @@ import ringcomm
 
 from . import run
 from .launch import LaunchError, RankInfo, Wanted
-from .options import option
+from .options import option, subject
 from .report import row_of
 from .run import Bench, Run
 
@@ -136,7 +136,9 @@ def measure(run: Run) -> None:
     comm = run.connect("gloo") if asked.what == "step" else None
     # A bucket has a multiple of 512 elements.
     elems = 512 * math.ceil((asked.millions or (64 if asked.what == "step" else 16)) * 2**11)
-    for name in asked.dtype or ("float32", "bfloat16"):
+    names = asked.dtype or ("float32", "bfloat16")
+    run.pacing.expect(len(names))
+    for name in names:
         case = StepCase(getattr(torch, name), elems)
         systems = shard_systems(case) if comm is None else step_systems(case, comm)
         row = row_of(f"adamw_{asked.what}", f"{elems / 2**20:g} Mi", run.world, elems, case.dtype)
@@ -156,7 +158,7 @@ BENCH = Bench(
     __doc__,
     measure,
     (
-        option("what", choices=("shard", "step")),
+        subject("shard", "step"),
         option("-m --millions", type=float, help="Mi parameters (default 16, step 64)"),
         option("-d --dtype", action="append", choices=("float32", "bfloat16")),
     ),

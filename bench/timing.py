@@ -136,9 +136,16 @@ class Timing:
 
 
 def measure(
-    board: Board, entrants: Mapping[str, Entrant], pace: Pace, device: Device
+    board: Board,
+    entrants: Mapping[str, Entrant],
+    pace: Pace,
+    device: Device,
+    before_round: Callable[[int, int], object] = lambda index, rounds: None,
 ) -> dict[str, Timing]:
-    """Times all ``entrants`` in turn. Collective; every rank gets all timings."""
+    """Times all ``entrants`` in turn. Collective; every rank gets all timings.
+
+    Calls ``before_round`` with the number of each round, untimed rounds included, and their count.
+    """
     names = list(entrants)
     # A system's next turn continues the rotation where its last turn ended.
     calls = {name: cycle(each.calls) for name, each in entrants.items()}
@@ -151,10 +158,12 @@ def measure(
 
     batches = _choose_batches(board, entrants, turn_us, pace)
     mine: dict[str, list[float]] = {name: [] for name in names}
+    rounds = pace.warmup_rounds + pace.rounds
     gc.collect()
     gc.disable()
     try:
-        for index in range(pace.warmup_rounds + pace.rounds):
+        for index in range(rounds):
+            before_round(index, rounds)
             first = index % len(names)
             for name in (*names[first:], *names[:first]):
                 elapsed_us = turn_us(name, batches[name])

@@ -188,6 +188,8 @@ def measure(run: Run) -> None:
     comm = run.connect("gloo", device=asked.device, heap_bytes=heap_bytes)
     nodes = f" on {comm.num_nodes} nodes" if comm.num_nodes > 1 else ""
     run.say(f"# {run.world} ranks{nodes}; {asked.corpus.source}")
+    # On a GPU a shape has its eager step, the host's time, and with --graph its graph.
+    run.pacing.expect(len(shapes) * (2 + asked.graph if asked.device == "cuda" else 1))
     for shape in shapes:
         if asked.device == "cuda":
             measure_on_gpu(run, shape, comm, device)
@@ -203,13 +205,15 @@ def measure(run: Run) -> None:
 
 def check(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
     """Refuses options that cannot be measured, and adds the text to the options."""
+    named = asked.system
+    asked.system = None if named is None else named.replace("-", " ")
     if asked.device == "cuda":
         if asked.system is None:
             parser.error(f"--device cuda: a process trains one --system: {', '.join(_SYSTEMS)}")
         if asked.system not in gpt.STAGES and asked.ranks != 1:
-            parser.error(f"--system {asked.system!r}: NCCL takes a GPU per rank; use --ranks 1")
+            parser.error(f"--system {named}: NCCL takes a GPU per rank; use --ranks 1")
         if asked.system not in gpt.STAGES and asked.graph:
-            parser.error(f"--graph: {asked.system} is not captured; leave it out")
+            parser.error(f"--graph: {named} is not captured; leave it out")
     elif asked.system is not None or asked.graph:
         parser.error("--system and --graph need --device cuda")
     read_text(parser, asked, max(contexts_of(asked)))
@@ -245,8 +249,7 @@ OPTIONS = (
     option(
         "--system",
         f"system to train on a GPU, besides torch alone: {', '.join(_SYSTEMS)}",
-        choices=gpt.ON_GPU,
-        type=lambda text: text.replace("-", " "),
+        choices=_SYSTEMS,
         metavar="NAME",
     ),
     option("--graph", "also time the whole step as a CUDA graph", action="store_true"),

@@ -224,7 +224,7 @@ KNOWN = frozenset(
         *("SOCKET_IFNAME", "TRACE_DIR", "CACHE_DIR", "COMMIT", "BACKEND", "BUILD_BACKEND"),
         "KERNELS",
         # Passed from the commands to the processes that they start.
-        *("STORE_PORT", "STORE_FD", "BENCH_STORE"),
+        *("STORE_PORT", "STORE_FD", "BENCH_STORE", "BENCH_TERMINAL"),
         # Used by the tests.
         *("TEST_CASES", "TEST_NODES", "FUZZ", "TSAN", "MODEL_CHECK", "CUDA_COMPILE"),
         *("PTX_CHECK", "EMULATED_KERNELS", "REAL_LAUNCHES", "TEST_MACHINE"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from ringcomm.cli import table_lines
-from ringcomm.cli.progress import Progress, time_left
 from ringcomm.cli.usage import suggestion
 
 from .. import cases, devices, run
@@ -58,6 +56,10 @@ _MOST_SETS = 64
 # graph's launch then takes little of the time, and no row takes seconds. Chosen without measuring.
 _GRAPH_BYTES = 4 << 30
 _LEAST_GRAPH_CALLS = 2
+# Size of a call divided by its time, for the estimate of a run's time. Roughly the mean of
+# ringcomm, Gloo and MPICH on 2 cores, and of a GPU's memory; no other values were tried.
+_BYTES_PER_S = {"cpu": 1e9, "cuda": 1e11}
+_CASE_S = 0.2  # time of a case for its set-up and its check on 2 cores; no other values were tried
 
 OPTIONS = (
     option(
@@ -66,7 +68,12 @@ OPTIONS = (
         nargs="*",
         metavar="COLLECTIVE",
     ),
-    size("-b --minbytes", "smallest size of a rank's larger buffer: 16, 64K, 1M, 2G", default="4K"),
+    size(
+        "-b --minbytes",
+        "smallest size of a rank's larger buffer: 16, 64K, 1M, 2G; skips sizes that are too small "
+        "for an element of each rank",
+        default="4K",
+    ),
     size("-e --maxbytes", "largest size", default="64M"),
     option(
         *("-f --stepfactor", "factor from one size to the next; 1: only the smallest size"),
@@ -123,6 +130,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if unknown:
         parser.error(f"unknown collective {', '.join(unknown)}; known: {', '.join(known)}")
     options.collectives = tuple(names or DEFAULT_COLLECTIVES)
+    if options.minbytes < 1:
+        parser.error("--minbytes 0: the smallest size must have a byte")
     if options.maxbytes < options.minbytes:
         parser.error(f"--maxbytes {options.maxbytes} is below --minbytes {options.minbytes}")
     if (options.ranks or _DEFAULT_RANKS) % options.nodes:
@@ -170,6 +179,13 @@ def find_rank(options: argparse.Namespace, wanted: Wanted) -> RankInfo | None:
     world = ranks if found is None else found.world
     if not 0 <= options.root < world:
         raise LaunchError(f"--root {options.root}: no such rank among {world}")
+    for name in options.collectives:
+        if not filled_sizes(options, cases.COLLECTIVES[name], world):
+            need = world * cases.DTYPES[options.datatype].itemsize
+            raise LaunchError(
+                f"--minbytes {options.minbytes}, --maxbytes {options.maxbytes}: {name} has no "
+                f"element for each of {world} ranks at any size; use -b {need}"
+            )
     if options.check and world > cases.MOST_RANKS_CHECKED:
         raise LaunchError(
             f"inputs are exact for up to {cases.MOST_RANKS_CHECKED} ranks, not {world}: use -c 0"
@@ -188,6 +204,12 @@ def sizes_bytes(options: argparse.Namespace) -> list[int]:
     while options.stepfactor > 1 and sizes[-1] * options.stepfactor <= options.maxbytes:
         sizes.append(sizes[-1] * options.stepfactor)
     return sizes
+
+
+def filled_sizes(options: argparse.Namespace, collective: Collective, world: int) -> list[int]:
+    """Returns the sizes at which the buffers of a collective have an element for each rank."""
+    of = (options.datatype, options.op, options.root, 0, world, collective.usual)
+    return [size for size in sizes_bytes(options) if Case(collective, size, *of).count_elems]
 
 
 def heap_bytes(options: argparse.Namespace, ranks_here: int, cache_bytes: int) -> int | None:
@@ -250,10 +272,12 @@ def measure_all(run: Run, device: Device | None = None) -> None:
     if setup.on_nodes:
         init_default_group(setup)
         run.over_nodes = True
+    seconds = expected_s(options, info.world)
+    run.pacing.expect(seconds, about_s=sum(seconds))
     systems = {name: open_system(name, setup) for name in dict.fromkeys(options.systems)}
     run.versions = {name: system.version for name, system in systems.items()}
     run.facts = {**device.facts(), "mode": info.mode} if options.device != "cpu" else {}
-    walk = Walk(run, device, systems, nodes, Pacing(options))
+    walk = Walk(run, device, systems, nodes)
     for name in options.collectives:
         walk.measure(cases.COLLECTIVES[name])
     notes = {
@@ -266,32 +290,16 @@ def measure_all(run: Run, device: Device | None = None) -> None:
         system.close()
 
 
-class Pacing:
-    """Shows on rank 0 how many cases are measured, and how much time is left."""
-
-    # A case takes time for its calls and for its bytes. The calls of a case take about as long as
-    # moving this many bytes (an estimate that suits 2 cores and Gloo).
-    _CALL_BYTES = 4 << 20
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._progress, self._began_s = Progress(), time.monotonic()
-        sizes = sizes_bytes(options)
-        self._weights = [self._CALL_BYTES + size for _ in options.collectives for size in sizes]
-        self._done = 0
-
-    def show(self, run: Run) -> None:
-        """Shows the state before the next case."""
-        if run.rank != 0:
-            return
-        done, total = sum(self._weights[: self._done]), sum(self._weights)
-        left = time_left(time.monotonic() - self._began_s, done, total)
-        cases = f"case {self._done + 1} of {len(self._weights)}"
-        self._progress.show(f"ringcomm bench: {cases}{', ' * bool(left)}{left}")
-
-    def count(self) -> None:
-        """Counts a finished case; call it before its rows are printed."""
-        self._done += 1
-        self._progress.clear()
+def expected_s(options: argparse.Namespace, world: int) -> list[float]:
+    """Estimates the seconds of each case: of all turns, and of the bytes that calls move."""
+    turns = len(options.systems) * (options.warmup_iters + options.rounds)
+    calls, bytes_per_s = max(options.batch, 1), _BYTES_PER_S[options.device]
+    return [
+        len(placements_of(options, collective))
+        * (_CASE_S + turns * (options.turn_us / 1e6 + calls * size / bytes_per_s))
+        for collective in map(cases.COLLECTIVES.__getitem__, options.collectives)
+        for size in filled_sizes(options, collective, world)
+    ]
 
 
 @dataclass(frozen=True)
@@ -302,26 +310,28 @@ class Walk:
     device: Device
     systems: Mapping[str, System]
     nodes: int
-    pacing: Pacing
 
     def measure(self, collective: Collective) -> None:
         options, info = self.run.options, self.run.info
         placements = placements_of(options, collective)
+        dtype, kind = options.datatype, f" {options.op}" * collective.reduces
+        root = f" to or from rank {options.root}" * collective.rooted
         graph = f", graphs of up to {options.graph_calls} calls" if options.graph else ""
         over = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         title = (
-            f"# {collective.name}: {info.world} ranks{over} ({info.mode}: "
-            f"{devices.MEANINGS[info.mode]}), ringcomm's tensors: {options.tensors}{graph}\n"
+            f"# {collective.name}{root}: {dtype}{kind}, {info.world} ranks{over}\n"
+            f"# {info.mode}: {devices.MEANINGS[info.mode]}; ringcomm's tensors: "
+            f"{options.tensors}{graph}\n"
             f"# ratio: time over that of {options.subject}, median over rounds\n"
             f"# p95, ratio95: the 95th percentile of the rounds, and that over {options.subject}'s"
         )
         table = RowTable(title, COLLECTIVE_KEY, COLLECTIVE_CELL, tuple(placements))
         of = (options.datatype, options.op, options.root, info.rank, info.world)
-        for size in sizes_bytes(options):
+        for size in filled_sizes(options, collective, info.world):
             cells = [Case(collective, size, *of, each, self.device.tensors) for each in placements]
-            self.pacing.show(self.run)
+            self.run.pacing.begin()
             rows = [row for cell in cells for row in self._rows(cell)]
-            self.pacing.count()
+            self.run.pacing.end()
             self.run.add(rows, table)
 
     def _rows(self, case: Case) -> list[Row]:
@@ -333,7 +343,7 @@ class Walk:
             name: replace(base, system=name, note=notes.get(name, blocks)) for name in self.systems
         }
         subject = options.subject
-        if subject not in prepared or case.count_elems == 0:
+        if subject not in prepared:
             return list(rows.values())
         wrong = wrong_elements(self.run.board, self.device, prepared) if options.check else {}
         for buffers in chain(*(one.buffers for sets in prepared.values() for one in sets)):
@@ -343,7 +353,8 @@ class Walk:
         pace = Pace(options.rounds, warm_up, batch, options.turn_us, self.run.rest_s)
         calls_each = graph_calls(case, options)
         entrants = {name: self._entrant(sets, calls_each) for name, sets in prepared.items()}
-        timings = measure(self.run.board, entrants, pace, self.device)
+        shown = self.run.pacing.show_round
+        timings = measure(self.run.board, entrants, pace, self.device, shown)
         for name, timing in timings.items():
             rows[name] = replace(
                 timed(rows[name], timing, None if name == subject else timings[subject]),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-__all__ = ["Progress", "time_left"]
+__all__ = ["Progress", "columns_of", "time_left"]
 
 # A log grows by at most one line in this time, and shows that the command still runs.
 HEARTBEAT_S = 30.0
@@ -35,24 +35,35 @@ class Progress:
     Args:
         stream: the stream; None for stderr.
         now: the clock, in seconds.
+        columns: the width of a terminal behind the stream, which may be a pipe to it; None if the
+            stream itself may be a terminal.
     """
 
     def __init__(
-        self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic
+        self,
+        stream: TextIO | None = None,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        columns: int | None = None,
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._now = now
-        self._on_terminal = self._stream.isatty()
+        self._columns = columns
+        self._on_terminal = columns is not None or self._stream.isatty()
         self._shown_at_s = now()
         self._is_shown = False
 
-    def show(self, text: str) -> None:
-        """Replaces the line on a terminal; elsewhere prints a line if 30 s have passed."""
+    def show(self, text: str, *, at_once: bool = False) -> None:
+        """Replaces the line on a terminal; elsewhere prints a line if 30 s have passed.
+
+        With ``at_once`` it always prints the line.
+        """
         if self._on_terminal:
             # The escape sequence erases the rest of the longer line before.
-            self._write(f"\r{text[: _columns(self._stream) - 1]}\x1b[K")
+            columns = columns_of(self._stream) if self._columns is None else self._columns
+            self._write(f"\r{text[: columns - 1]}\x1b[K")
             self._is_shown = True
-        elif self._now() - self._shown_at_s >= HEARTBEAT_S:
+        elif at_once or self._now() - self._shown_at_s >= HEARTBEAT_S:
             self._write(f"{text}\n")
             self._shown_at_s = self._now()
 
@@ -67,7 +78,8 @@ class Progress:
         self._stream.flush()
 
 
-def _columns(stream: TextIO) -> int:
+def columns_of(stream: TextIO) -> int:
+    """Returns the width of the stream's terminal, or 80 without a terminal."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):  # not a terminal of the system

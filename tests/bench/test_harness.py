@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ringcomm.bench.pacing import TERMINAL_VARIABLE
 from ringcomm.bench.report import read
 from tests.bench.programs import run_program
 
@@ -52,8 +53,13 @@ def test_gloo_in_ranks_of_its_own(tmp_path):
 def test_ringcomm_gloo_and_mpi_in_one_run(tmp_path):
     names = ("reduce_scatter", "all_gather", "all_reduce")
     path = str(tmp_path / "r.csv")
-    done = run_bench(*names, "--peers", "gloo,mpi", "--json", path + ".json", "--csv", path)
+    files = ("--json", path + ".json", "--csv", path)
+    # The ranks of mpiexec have pipes as output, which here lead to a terminal.
+    terminal = {TERMINAL_VARIABLE: "stderr:80"}
+    done = run_bench(*names, "--peers", "gloo,mpi", *files, environment=terminal)
     assert done.returncode == 0, done.stderr
+    assert "ringcomm bench: 6 cases, about " in done.stderr
+    assert "ringcomm bench: case 6 of 6, about " in done.stderr and "\x1b[K" in done.stderr
     check_rows(path, ["ringcomm", "gloo", "mpi"], names)
 
 

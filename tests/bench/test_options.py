@@ -12,8 +12,16 @@ from torch.distributed import HashStore
 
 from ringcomm.bench import moe
 from ringcomm.bench.cases import COLLECTIVES
-from ringcomm.bench.collectives import DEFAULT_COLLECTIVES, parse, placements_of, sizes_bytes
-from ringcomm.bench.launch import LaunchError, RankInfo
+from ringcomm.bench.collectives import (
+    DEFAULT_COLLECTIVES,
+    expected_s,
+    filled_sizes,
+    find_rank,
+    parse,
+    placements_of,
+    sizes_bytes,
+)
+from ringcomm.bench.launch import LaunchError, RankInfo, Wanted
 from ringcomm.bench.options import parse_size, without_files
 from ringcomm.bench.run import BENCHES, CANNOT_RUN, Run, run
 
@@ -125,6 +133,7 @@ def test_placements(asked, name, placements):
         (["-n", "0"], "'0' is not a positive whole number"),
         (["--busy", "some"], "'some' is not a whole number"),
         (["--busy", "1", "--device", "cuda"], "--busy needs --device cpu"),
+        (["-b", "0"], "--minbytes 0: the smallest size must have a byte"),
         (["-b", "lots"], "'lots' is not a size"),
         (["--csv", "/nowhere/x.csv"], "--csv: /nowhere/x.csv: its folder does not exist"),
     ],
@@ -134,6 +143,46 @@ def test_wrong_command_lines(arguments, words, capsys):
         parse(arguments)
     assert ending.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_sizes_without_an_element_of_each_rank_are_skipped():
+    options = parse(["all_reduce", "all_gather", "-b", "4", "-e", "64", "-f", "2"])
+    found = {name: filled_sizes(options, COLLECTIVES[name], 3) for name in options.collectives}
+    assert found == {"all_reduce": [4, 8, 16, 32, 64], "all_gather": [16, 32, 64]}
+    assert len(expected_s(options, 3)) == 8
+
+
+def test_sizes_that_are_all_too_small_are_refused_with_a_size_that_is_not():
+    options = parse(["all_reduce", "all_gather", "-b", "4", "-e", "8", "-n", "3"])
+    with pytest.raises(
+        LaunchError, match=r"all_gather has no element for each of 3 ranks.* -b 12$"
+    ):
+        find_rank(options, Wanted(3))
+    assert find_rank(parse(["all_gather", "-b", "12", "-e", "12", "-n", "3"]), Wanted(3)) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["moe", "foo"], "'foo' is not EXPERTS,K, positive whole numbers such as 16,2"),
+        (["moe", "16,0"], "'16,0' is not EXPERTS,K"),
+        (["training", "--batches", "4"], "'4' is not SEQUENCES,CONTEXT"),
+        (["steps"], "the following arguments are required: shard|step"),
+        (["curves", "all"], "argument optimizers|compression: invalid choice: 'all'"),
+        (["device_steps"], "the following arguments are required: shard|step"),
+    ],
+)
+def test_errors_name_the_words_that_a_bench_takes(words, says, capsys):
+    with pytest.raises(SystemExit) as ending:
+        run(words)
+    assert ending.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_usage_and_errors_call_an_argument_by_one_name(name):
+    actions = bench_of(name).build_parser()._actions
+    assert all(action.option_strings or isinstance(action.metavar, str) for action in actions)
 
 
 def bench_of(name):

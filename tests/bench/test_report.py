@@ -97,14 +97,21 @@ def test_the_table_puts_placements_side_by_side():
     lines = table.lines(rows)
     assert len(lines) == 2
     assert lines[0].split() == [
-        *("4096", "512", "float", "sum", "-", "ringcomm", "processes"),
+        *("4096", "512", "ringcomm"),
         *("12.50", "0.33", "0.16", "0", "14.00", "9.25", "0.33", "0.16", "0", "14.00"),
     ]
     assert lines[1].split()[-1] == "n/a"
     head = table.head().splitlines()
     assert head[0] == "# a title"
     assert "out of place" in head[1] and "in place" in head[1]
-    assert all(word in head[2] for word in ("size", "redop", "algbw", "busbw", "#wrong"))
+    assert all(word in head[2] for word in ("size", "count", "system", "algbw", "busbw", "#wrong"))
+
+
+def test_a_table_of_one_placement_fits_100_columns():
+    slowest = measured("ringcomm", "out", 2 << 30, time_us=1234567.89, ratio=1.0, ratio_p95=1.0)
+    table = RowTable("", COLLECTIVE_KEY, COLLECTIVE_CELL, ("out",))
+    lines = [*table.head().splitlines(), *table.lines([slowest])]
+    assert max(map(len, lines)) <= 100
 
 
 def test_rows_that_come_one_by_one_stand_below_the_head():

@@ -206,10 +206,11 @@ ON_CUDA = (*TINY, "--device", "cuda", "-n", "1")
     [
         (ON_CUDA, "a process trains one --system: stage-0, stage-1"),
         ((*ON_CUDA, "--system", "ddp-on-nccl", "-n", "2"), "NCCL takes a GPU per rank"),
-        ((*ON_CUDA, "--system", "fsdp2-on-nccl", "--graph"), "fsdp2 on nccl is not captured"),
+        ((*ON_CUDA, "--system", "fsdp2-on-nccl", "--graph"), "fsdp2-on-nccl is not captured"),
         ((*TINY, "--system", "stage-2"), "--system and --graph need --device cuda"),
         ((*TINY, "--graph"), "--system and --graph need --device cuda"),
-        ((*ON_CUDA, "--system", "stage-4"), "invalid choice: 'stage 4'"),
+        ((*ON_CUDA, "--system", "stage-4"), "invalid choice: 'stage-4' (choose from "),
+        ((*ON_CUDA, "--system", "stage-9"), "'ddp-on-nccl'"),
     ],
 )
 def test_what_a_process_cannot_train_is_refused(words, why, capsys):

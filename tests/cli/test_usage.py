@@ -74,6 +74,21 @@ def test_a_log_has_a_line_every_30_s():
     assert stream.getvalue() == "at 30\nat 60\n"
 
 
+def test_a_line_that_is_due_at_once_is_printed_to_a_log():
+    stream = io.StringIO()
+    progress = Progress(stream, lambda: 0.0)
+    progress.show("later")
+    progress.show("now", at_once=True)
+    assert stream.getvalue() == "now\n"
+
+
+def test_a_pipe_to_a_terminal_is_treated_as_a_terminal_of_the_given_width():
+    stream = io.StringIO()
+    progress = Progress(stream, columns=10)
+    progress.show("x" * 20)
+    assert stream.getvalue() == "\r" + "x" * 9 + "\x1b[K"
+
+
 def test_the_time_left_is_in_proportion_to_the_work():
     assert time_left(10.0, 1, 5) == "about 40 s left"
     assert time_left(60.0, 1, 11) == "about 10 min left"
