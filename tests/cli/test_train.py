@@ -8,15 +8,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import ringcomm
 from ringcomm.cli import main, train
 from ringcomm.examples import train_gpt
 from ringcomm.examples.train_gpt import GPT, ModelConfig
@@ -62,6 +65,19 @@ def alone(tmp_path_factory, text):
 
 def test_losses_under_torchrun_are_those_of_own_ranks(tmp_path, text, alone):
     assert outcome_of(tmp_path, text, under_torchrun) == alone
+
+
+@pytest.mark.parametrize(("heartbeat_s", "printed"), [(math.inf, 10), (0.0, 20)])
+def test_a_slow_run_also_prints_steps_between_its_ten(
+    text, monkeypatch, capsys, heartbeat_s, printed
+):
+    """With a heartbeat of 0 s every step is slow."""
+    monkeypatch.setattr(train_gpt, "HEARTBEAT_S", heartbeat_s)
+    sizes: dict[str, Any] = {"width": 16, "depth": 1, "heads": 1, "context": 16, "batch": 2}
+    options = train_gpt.Options(data=str(text), steps=20, **sizes)
+    with ringcomm.local_world(1) as world:
+        world.run(lambda comm: train_gpt.train(options, comm))
+    assert capsys.readouterr().out.count("\nstep ") == printed
 
 
 @pytest.fixture
