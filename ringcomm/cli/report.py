@@ -32,6 +32,8 @@ from ringcomm.json_reader import read_bounded, read_object, shown
 
 WIDTH, HEIGHT = 600, 200
 MOST_POINTS = 1000
+MOST_MARKED_POINTS = 50  # of a line; the points of longer lines would merge
+MOST_SIZES = 9  # labels of the horizontal axis that do not overlap
 
 
 @dataclass(frozen=True)
@@ -75,28 +77,52 @@ class Chart:
         return min(points)[0], max(points)[0], low, high if high > low else 1.0
 
     @property
-    def labels(self) -> tuple[str, str]:
-        """The labels of the first and the last position on the horizontal axis."""
-        first, last, _, _ = self.ends
-        return (size(first), size(last)) if self.over_sizes else (f"{first:g}", f"{last:g}")
+    def axis(self) -> str:
+        """The title of the horizontal axis."""
+        return "size" if self.over_sizes else "step"
 
     @property
-    def paths(self) -> list[tuple[str, str]]:
-        """The name of each line, and its path in SVG; long lines omit points."""
-        scale = math.log2 if self.over_sizes else float
-        first, last, low, high = self.ends
-        begin, span = scale(first), scale(last) - scale(first) or 1.0
+    def columns(self) -> list[tuple[float, str]]:
+        """The position and the label of each tick of the horizontal axis."""
+        first, last, _, _ = self.ends
+        if not self.over_sizes:
+            return [(self._across(x), f"{x:g}") for x in ticks(first, last, least=1.0)]
+        sizes = sorted({x for line in self.lines.values() for x, _ in line})
+        return [(self._across(x), size(x)) for x in sizes[:: -(-len(sizes) // MOST_SIZES)]]
+
+    @property
+    def levels(self) -> list[tuple[float, str]]:
+        """The position and the label of each tick of the vertical axis."""
+        _, _, low, high = self.ends
+        return [(self._down(y), f"{y:.4g}") for y in ticks(low, high)]
+
+    @property
+    def paths(self) -> list[tuple[str, str, str]]:
+        """The name of each line, its path in SVG, and the path of its points.
+
+        Long lines omit points, and have no path of points.
+        """
         found = []
         for name, line in self.lines.items():
-            path, pen = "", "M"
+            path, points, pen = "", "", "M"
             for x, y in line[:: -(-len(line) // MOST_POINTS)]:
-                across, is_there = WIDTH * (scale(x) - begin) / span, math.isfinite(y)
-                if is_there:
+                if is_there := math.isfinite(y):
                     # "h0" makes a single point visible: without it the path would have no length.
-                    path += f"{pen}{across:.1f} {HEIGHT * (high - y) / (high - low):.1f}h0"
+                    at = f"{self._across(x):.1f} {self._down(y):.1f}h0"
+                    path += f"{pen}{at}"
+                    points += f"M{at}"
                 pen = "L" if is_there else "M"
-            found.append((name, path))
+            found.append((name, path, points if len(line) <= MOST_MARKED_POINTS else ""))
         return found
+
+    def _across(self, x: float) -> float:
+        scale = math.log2 if self.over_sizes else float
+        first, last, _, _ = self.ends
+        return WIDTH * (scale(x) - scale(first)) / (scale(last) - scale(first) or 1.0)
+
+    def _down(self, y: float) -> float:
+        _, _, low, high = self.ends
+        return HEIGHT * (high - y) / (high - low)
 
 
 Panel = Text | Table | Chart
@@ -110,6 +136,17 @@ class Section:
     files: Sequence[str]
     facts: Sequence[tuple[str, str]]
     panels: Sequence[Panel]
+
+
+def ticks(low: float, high: float, least: float = 0.0) -> list[float]:
+    """Returns about five round values from ``low`` to ``high``, at least ``least`` apart."""
+    apart = max((high - low) / 5, least)
+    unit = 10.0 ** math.floor(math.log10(apart)) if apart > sys.float_info.min else 0.0
+    if unit == 0.0:
+        return [low]
+    step = unit * next(each for each in (1, 2, 5, 10) if unit * each >= apart * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [step * number for number in range(first, last + 1)] or [low]
 
 
 def duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ import torch
 import ringcomm
 from ringcomm.bench import report as bench_report
 from ringcomm.cli import main
-from ringcomm.cli.report import KINDS, ShownRow, page, waits_of
+from ringcomm.cli.report import KINDS, ShownRow, page, ticks, waits_of
 from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.records import RankRecording, Record, Recording
 from ringcomm.examples.train_gpt import Options, train
@@ -127,7 +127,7 @@ class Page(html.parser.HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.words, self.fetched, self.policy = [], [], [], ""
-        self.paths, self.cells, self.shares = [], [], []
+        self.lines, self.points, self.cells, self.shares = [], [], [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -135,8 +135,9 @@ class Page(html.parser.HTMLParser):
         values = dict(attrs)
         if values.get("http-equiv"):
             self.policy = values["content"]
-        if tag == "path":
-            self.paths.append(values["d"])
+        if tag == "path" and values["class"] != "frame":
+            is_of_points = values["class"].endswith(" points")
+            (self.points if is_of_points else self.lines).append(values["d"])
         if tag == "tr":
             self.cells.append([])
         if tag == "td":
@@ -154,11 +155,6 @@ class Page(html.parser.HTMLParser):
     def rows(self):
         """Returns the cells of all tables, by row."""
         return [[cell.strip() for cell in row] for row in self.cells if row]
-
-    @property
-    def lines(self):
-        """Returns the paths of charts, without their frames."""
-        return [path for path in self.paths if "V" not in path]
 
     @property
     def text(self):
@@ -289,7 +285,9 @@ def test_bandwidths_over_size_by_system(tmp_path, paged):
     page = paged(benchmark(tmp_path / "bench.json", *rows))
     # From a quarter of the height to all of it, and half of these for gloo.
     assert page.lines == ["M0.0 150.0h0L600.0 0.0h0", "M0.0 175.0h0L600.0 100.0h0"]
-    assert {"1 KiB", "4 KiB", "8.192", "GB/s", "ringcomm", "gloo"} <= set(page.words)
+    assert page.points == [each.replace("L", "M") for each in page.lines]
+    assert {"1 KiB", "4 KiB", "0", "2", "8", "GB/s", "ringcomm", "gloo"} <= set(page.words)
+    assert "size" in page.words
     assert {"size (bytes)", "time (us)", "bus bandwidth (GB/s)"} <= set(page.words)
     assert not any("_us" in word or "_gbps" in word for word in page.words)
     assert len(page.rows) == 5
@@ -360,11 +358,28 @@ def test_a_training_run_has_losses_times_and_memory(tmp_path, paged):
 def test_of_a_long_run_points_are_left_out(tmp_path, paged):
     page = paged(written(tmp_path / "train.json", record_of(losses=[1.0] * 2500)))
     assert page.lines[0].count("L") == 2500 // 3
+    assert len(page.points) == 2 and "step" in page.words
 
 
 def test_a_run_without_steps_is_read(tmp_path, paged):
     nothing = record_of(losses=[], steps_s=[], memory=[])
     assert paged(written(tmp_path / "train.json", nothing)).lines == []
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "least", "expected"),
+    [
+        (0.0, 7.712, 0.0, [0, 2, 4, 6]),
+        (-1.0, 1.0, 0.0, [-1, -0.5, 0, 0.5, 1]),
+        (0.0, 3.0, 1.0, [0, 1, 2, 3]),
+        (3.0, 2499.0, 1.0, [500, 1000, 1500, 2000]),
+        (4.0, 4.0, 1.0, [4]),
+        (0.0, 5e-324, 0.0, [0]),
+        (0.0, 1e18, 0.0, [0, 2e17, 4e17, 6e17, 8e17, 1e18]),
+    ],
+)
+def test_axes_have_round_ticks(low, high, least, expected):
+    assert ticks(low, high, least) == pytest.approx(expected)
 
 
 def test_a_report_reads_what_the_training_command_writes(tmp_path, paged):
