@@ -168,7 +168,16 @@ def instructions_per_load(loop: Loop) -> float:
 
 def opcodes_in(loop: Loop, *names: str) -> int:
     """Counts the instructions of these names, such as ``FCHK``, in a loop."""
-    return sum(instruction.opcode.partition(".")[0] in names for instruction in loop.code)
+    return sum(_name(instruction) in names for instruction in loop.code)
+
+
+def _name(instruction: Instruction) -> str:
+    """Returns the name of an instruction without its modifiers.
+
+    For sm_80, ptxas leaves some loops by a CALL of a label in the same function, which is a jump.
+    """
+    name = instruction.opcode.partition(".")[0]
+    return "BRA" if name == "CALL" and "`(.L_" in instruction.operands else name
 
 
 def generic_accesses(loop: Loop) -> list[str]:

@@ -81,6 +81,12 @@ def test_instructions_are_counted():
     assert measures.generic_accesses(loop) == ["LD.E", "ST.E.128"]
 
 
+def test_a_call_of_a_label_is_a_branch():
+    calls = ("`(.L_x_131) ", "`($__internal_2_$__cuda_sm3x_div_rn_noftz_f32_slowpath) ")
+    loop = Loop(0, 2, [Instruction("CALL.REL.NOINC", operand) for operand in calls])
+    assert measures.opcodes_in(loop, "CALL") == measures.opcodes_in(loop, "BRA") == 1
+
+
 # Kernels that sum sources. kAhead: the loads of the next turn precede the sums of this turn.
 SUMS = """
 struct Sources { const float4* at[8]; };
