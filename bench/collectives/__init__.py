@@ -319,7 +319,7 @@ class Walk:
         graph = f", graphs of up to {options.graph_calls} calls" if options.graph else ""
         over = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         title = (
-            f"# {collective.name}{root}: {dtype}{kind}, {info.world} ranks{over}\n"
+            f"# {collective.name}{root}: {info.world} ranks{over}, {dtype}{kind}\n"
             f"# {info.mode}: {devices.MEANINGS[info.mode]}; ringcomm's tensors: "
             f"{options.tensors}{graph}\n"
             f"# ratio: time over that of {options.subject}, median over rounds\n"
