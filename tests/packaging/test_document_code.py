@@ -4,6 +4,7 @@
 import ast
 import importlib
 import importlib.util
+import json
 import os
 import re
 import socket
@@ -132,6 +133,62 @@ def test_the_search_for_a_non_finite_gradient_names_the_rank(stage, tmp_path):
     assert done.returncode == 0, done.stderr
     (output,) = blocks_of(page, "text")
     assert sorted(done.stdout.splitlines()) == sorted(output.text.splitlines())
+
+
+# Runs the programs of a file one after the other, as a rank of torchrun.
+ON_RANKS = """
+import json, os, sys
+import ringcomm, torch.distributed as dist
+for folder, code in json.load(open(sys.argv[1])).items():
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+    try:
+        exec(compile(code, folder, "exec"), {"__name__": "__main__"})
+    except BaseException as error:
+        error.args = (f"{folder}: {error}",)
+        raise
+    if ringcomm.is_initialized():
+        ringcomm.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+"""
+
+
+def launched_programs():
+    """Returns the how-to pages' whole programs that join the group of a launcher."""
+    joins = re.compile(r"\b(init_process_group|from_env)\(")
+    pages = [block for block in programs() if block.path.parent.name == "howto"]
+    return [block for block in pages if joins.search(block.text)]
+
+
+def test_the_programs_of_how_to_pages_run_on_two_ranks(tmp_path):
+    """One launch runs them all: each must make its own group, like a program of its own."""
+    chosen = launched_programs()
+    assert len(chosen) >= 12
+    script, file = tmp_path / "all.py", tmp_path / "programs.json"
+    script.write_text(ON_RANKS)
+    texts = {
+        str(tmp_path / str(block).replace("/", "-")): block.text.replace("/nvme", str(tmp_path))
+        for block in chosen
+    }
+    file.write_text(json.dumps(texts))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *torchrun, str(script), str(file)]
+    done = fork_server.run(command, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("block", launched_programs(), ids=str)
+def test_a_program_of_a_how_to_page_names_its_launcher(block):
+    assert re.match(r"# (torchrun --nproc-per-node|mpirun -n) 2 ", block.text), str(block)
+
+
+def test_a_program_that_shards_a_model_joins_a_group():
+    """Alone, ``zero.shard`` would work without a group, but under torchrun it refuses."""
+    pages = [block for block in programs() if block.path.parent.name == "howto"]
+    sharding = [block for block in pages if re.search(r"^zero\.shard\(", block.text, re.MULTILINE)]
+    assert len(sharding) >= 10 and set(sharding) <= set(launched_programs())
 
 
 def test_the_programs_are_many():
