@@ -69,6 +69,7 @@ def ranks(
         def run(*args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True  # pytest then omits this frame
             from ringcomm.comm.local_world import local_world
+            from ringcomm.errors import RingcommError
 
             errors: dict[int, BaseException] = {}
 
@@ -81,14 +82,18 @@ def ranks(
                     raise
 
             first: BaseException | None = None
-            with local_world(n, timeout=timeout, options=options, device=device, nodes=nodes) as w:
+            try:
+                world = local_world(n, timeout=timeout, options=options, device=device, nodes=nodes)
+            except RingcommError as error:
+                raise error.with_traceback(None) from None  # a wrong argument of the decorator
+            with world:
                 try:
-                    w.run(body)
+                    world.run(body)
                 except BaseException as error:
                     first = error
             if first is not None:
                 _tell(first, errors, n)
-                raise first.with_traceback(_in_test(first.__traceback__))
+                raise first.with_traceback(_in_test(first))
 
         # pytest reads the fixtures' names here. All arguments are passed by name.
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -97,15 +102,29 @@ def ranks(
     return decorate
 
 
-def _in_test(traceback: TracebackType | None) -> TracebackType | None:
-    """Returns the traceback from the first frame outside ringcomm on; all of it if there is none.
+def _in_test(error: BaseException) -> TracebackType | None:
+    """Returns the error's traceback without ringcomm's frames; all of it if there are no others.
 
-    The frames before it start the ranks.
+    The first frames start the ranks. The last frames belong to the call that the test made. They
+    stay if the error is not a ``RingcommError``, since ringcomm may then have caused the error.
     """
-    found = traceback
-    while found is not None and _is_own(found):
-        found = found.tb_next
-    return found or traceback
+    from ringcomm.errors import RingcommError
+
+    frames: list[TracebackType] = []
+    each = error.__traceback__
+    while each is not None:
+        frames.append(each)
+        each = each.tb_next
+    outside = [index for index, frame in enumerate(frames) if not _is_own(frame)]
+    if not outside:
+        return error.__traceback__
+    if not isinstance(error, RingcommError):
+        return frames[outside[0]]
+    kept: TracebackType | None = None
+    for index in reversed(outside):
+        frame = frames[index]
+        kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return kept
 
 
 def _is_own(traceback: TracebackType) -> bool:
@@ -135,7 +154,7 @@ def _line(error: BaseException) -> str:
     told = (str(error).splitlines() or [""])[0]
     if len(told) > LONGEST_LINE:
         told = f"{told[:LONGEST_LINE]} [...]"
-    where, found = "", _in_test(error.__traceback__)
+    where, found = "", _in_test(error)
     if found is not None:
         where = f" at {os.path.basename(found.tb_frame.f_code.co_filename)}:{found.tb_lineno}"
     return f"{type(error).__name__}{where}: {told}"

@@ -145,6 +145,52 @@ def test_a_failure_names_the_rank_and_shows_its_traceback(tmp_path):
         assert own not in text, text
 
 
+def test_an_error_of_a_call_ends_at_the_line_of_the_test(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        def total(comm):
+            comm.all_reduce(torch.ones(2 + comm.rank))
+
+        @ranks(2)
+        def test_unequal_sizes(comm):
+            total(comm)
+
+        @ranks(2, timeout=0.3)
+        def test_missed_barrier(comm):
+            if comm.rank == 0:
+                comm.barrier()
+            else:
+                comm.recv(torch.ones(1), 0)
+
+        @ranks(0)
+        def test_no_ranks(comm):
+            raise AssertionError
+        """,
+    )
+    text = done.stdout
+    assert "3 failed" in text, text + done.stderr
+    assert ">       comm.all_reduce(torch.ones(2 + comm.rank))" in text, text
+    assert "test_it.py:8: MismatchError" in text, text
+    assert ">           comm.barrier()" in text or ">           comm.recv(" in text, text
+    assert "expected the number of ranks" in text, text
+    for own in ("collectives.py", "local_world.py", "Args:", "Raises:"):
+        assert own not in text, text
+
+
+def test_an_error_that_is_not_ringcomms_keeps_the_frames_of_the_call(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        @ranks(2)
+        def test_wrong_call(comm):
+            with ringcomm.local_world(2) as world:
+                world.run(lambda other: 1 // (other.rank - other.rank))
+        """,
+    )
+    assert "ZeroDivisionError" in done.stdout and "local_world.py" in done.stdout, done.stdout
+
+
 def test_several_failures_and_skips_are_told(tmp_path):
     done = run(
         tmp_path,
