@@ -72,6 +72,11 @@ def in_words(error: BaseException) -> str:
     return printable(repr(error)[:300])
 
 
+def reason(error: OSError | ValueError) -> str:
+    """Returns why a file cannot be read or written, for a message that has the path already."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def read_bounded(path: Path, most_bytes: int) -> bytes:
     """Reads a regular file; never waits for a writer of a pipe.
 

@@ -39,6 +39,7 @@ INTERNAL_NAMES = {
     "comm.functions": "Group communicator_of",
     "comm.host.arguments": "CallChecks DTYPE_CODES is_contiguous readable size_bytes",
     "comm.host.engine": "Call",
+    "comm.host.options": "COMPRESSIONS",
     "comm.host.threads": "COUNTS_TORCHS_THREADS THREADS_VARIABLE named_threads",
     "comm.nodes.device_core": "preload",
     "comm.peer_memory": "awaiting_peers heap_bases is_in_heap",
@@ -55,7 +56,9 @@ INTERNAL_NAMES = {
     "functional.collectives": "Derivatives enter find no_forward_mode register",
     "functional.in_graph": "describe",
     "integers": "integer",
-    "json_reader": "DAMAGE exactly in_words number_below read_bounded read_json read_object shown",
+    "json_reader": (
+        "DAMAGE exactly in_words number_below read_bounded read_json read_object reason shown"
+    ),
     "launch": (
         "RankLaunch RankCommand STORE_PORT_VARIABLE TIMEOUT describe_exit end_with "
         "hide_missing_numpy launch_ranks launch_store started threads_per_rank"
@@ -68,6 +71,7 @@ INTERNAL_NAMES = {
     "offload.scratch": "PAGE_BYTES rounded_up",
     "optim.clipping": "NormBound NormTerm agree_on_finite clip_joint_norm",
     "optim.layout": "TILE_ELEMS round_up",
+    "optim.options": "PARAMETER_COMPRESSIONS",
     "optim.placement": "SHARING STAGES",
     "optim.sharded": "Params",
     "optim.step": "Asked",

@@ -140,7 +140,7 @@ def try_all(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a case failed."""
-    parser = argparse.ArgumentParser(prog="matrix", description=__doc__)
+    parser = argparse.ArgumentParser(prog="matrix", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--torch", default="", help="other versions of torch, separated by commas")
     add("--only", nargs="+", default=[""], help="only cases whose text contains one of these")

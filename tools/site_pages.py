@@ -19,6 +19,7 @@ from unittest import mock
 
 from ringcomm.bench import collectives
 from ringcomm.cli import COMMANDS, module_of
+from ringcomm.cli.usage import CommandParser
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -80,7 +81,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     """Returns the parser of a subcommand, the same as for ``ringcomm NAME --help``."""
     if COMMANDS[name].forwards:
         return collectives.BENCH.build_parser()
-    parser = argparse.ArgumentParser(prog=f"ringcomm {name}", description=COMMANDS[name].summary)
+    parser = CommandParser(prog=f"ringcomm {name}", description=COMMANDS[name].summary)
     importlib.import_module(f"ringcomm.cli.{module_of(name)}").add_arguments(parser)
     return parser
 

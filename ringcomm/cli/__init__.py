@@ -91,11 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return 128 + signal.SIGPIPE
     except RingcommError as error:
-        # In one write, since the ranks of a launcher share stderr.
         # A library function may begin its message with its own name, such as "convert".
         told = str(error).removeprefix(f"{namespace.command}: ")
+        if isinstance(error, ArgumentError):
+            parser.chosen(namespace).report(told)
+            return 2
+        # In one write, since the ranks of a launcher share stderr.
         sys.stderr.write(f"ringcomm {namespace.command}: {told}\n")
-        return 2 if isinstance(error, ArgumentError) else 1
+        return 1
     except KeyboardInterrupt:
         return 130
 
@@ -116,7 +119,7 @@ def _reader_has_left() -> bool:
     return True
 
 
-def _build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Subcommand | None]:
+def _build_parser(arguments: Sequence[str]) -> tuple[CommandParser, Subcommand | None]:
     parser = CommandParser(
         prog="ringcomm",
         description="Collectives over peer-mapped memory, and tools built on them.",

@@ -49,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converts a checkpoint, and prints the files that it wrote."""
+    try:
+        os.stat(args.source)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ArgumentError(f"{args.source}: no such folder") from error
+    except (OSError, ValueError):
+        pass  # the readers below report the reason
     dtype = None if args.dtype is None else DTYPES[args.dtype]
     folder = _own(args.source, args.step)
     if folder is None:
@@ -74,12 +80,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _own(source: Path, step: int | None) -> Path | None:
-    """Returns the folder of a ringcomm checkpoint, or None if ``source`` has none."""
+    """Returns the folder of a ringcomm checkpoint, or None if ``source`` has none.
+
+    Raises:
+        ArgumentError: ``source`` has checkpoints, but none of this step.
+    """
     # Path.is_file() raises for an unreadable folder; the search for steps reports the reason.
     if os.path.isfile(source / "checkpoint.json"):
         return source
     checkpoints = Checkpoints(source)
-    found = checkpoints.latest() if step is None else step
-    if found is None or found not in checkpoints.steps():
+    steps = checkpoints.steps()
+    if not steps:
         return None
-    return checkpoints.folder(found)
+    if step is not None and step not in steps:
+        known = f"{'steps' if len(steps) > 1 else 'step'} {', '.join(map(str, steps))}"
+        raise ArgumentError(f"--step: {source} has no checkpoint of step {step}; it has {known}")
+    return checkpoints.folder(max(steps) if step is None else step)

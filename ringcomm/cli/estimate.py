@@ -19,10 +19,12 @@ import torch
 from torch import nn
 
 from ringcomm.cli import table_lines
-from ringcomm.errors import ArgumentError, RingcommError
+from ringcomm.comm.host.options import COMPRESSIONS
+from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.extras import estimate as forms
 from ringcomm.memory import Disk
 from ringcomm.optim import AdamWOptions
+from ringcomm.optim.options import PARAMETER_COMPRESSIONS
 from ringcomm.zero import Compression, Precision, ZeroOptions
 
 GB, MIB = 10**9, 1 << 20
@@ -85,9 +87,13 @@ MODEL: Options = {
     "bucket-elems": (parse_count, ZeroOptions().bucket_elems, "elements of a gradient bucket"),
     "shard-params": (("node", "world"), "node", "over nodes, as in ZeroOptions(params=)"),
     "shard-state": (("node", "world"), "world", "over nodes, as in ZeroOptions(state=)"),
-    "compression": (str, "none", "gradients between nodes, as in zero.Compression(gradients=)"),
+    "compression": (
+        COMPRESSIONS,
+        "none",
+        "gradients between nodes, as in zero.Compression(gradients=)",
+    ),
     "compression-parameters": (
-        str,
+        PARAMETER_COMPRESSIONS,
         "param",
         "parameters between nodes, as in zero.Compression(parameters=)",
     ),
@@ -151,12 +157,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the estimate; returns 2 for options that exclude each other."""
+    """Prints the estimate.
+
+    Raises:
+        ArgumentError: an option is missing, or options exclude each other.
+    """
     try:
         tables = {"memory": _memory, "step": _step, "experts": _experts}[args.subject](args)
-    except RingcommError as error:
-        print(f"ringcomm estimate: {error}", file=sys.stderr)
-        return 2
+    except UnsupportedError as error:  # options that exclude each other
+        raise ArgumentError(str(error)) from error
     shown = {title: rows for title, rows in tables.items() if rows}
     if args.json:
         print(json.dumps(shown, indent=1))
@@ -244,7 +253,9 @@ def _model(args: argparse.Namespace) -> forms.ModelElems:
     if args.module is not None and args.params is None:
         return forms.ModelElems.of_module(build_on_meta(args.module))
     if args.module is not None or (shape is None and args.params is None):
-        raise ArgumentError("model: expected --params, --module, or --layers and the other sizes")
+        raise ArgumentError(
+            "expected --params, --module, or --layers and the other sizes, got none of them"
+        )
     if shape is None:
         return forms.ModelElems(args.params)
     return replace(shape.model, trainable=args.params or shape.model.trainable)

@@ -242,7 +242,7 @@ def of_processes(pids: Sequence[int], must_run: bool = False) -> str:
     worlds = [members for members in found.worlds() if members[0].header.world_id]
     if must_run and not worlds:
         raise RingcommError(
-            "metrics: expected a process with a communicator that records its calls, found none. "
+            "expected a process with a communicator that records its calls, found none. "
             "Wait until its ranks have met, or name a trace FILE"
         )
     return exposition(list(map(_reading, worlds)), up)
@@ -269,7 +269,7 @@ def of_files(paths: Sequence[Path]) -> str:
 
 
 def make_server(port: int, pids: Sequence[int]) -> ThreadingHTTPServer:
-    """Returns a server for ``GET /metrics`` on the loopback interface, which reads at each request.
+    """Returns a server for ``/metrics`` on the loopback interface, which reads at each request.
 
     Args:
         port: the port; 0: any free port.
@@ -283,6 +283,12 @@ def make_server(port: int, pids: Sequence[int]) -> ThreadingHTTPServer:
         timeout = IDLE_S
 
         def do_GET(self) -> None:
+            self._answer(has_body=True)
+
+        def do_HEAD(self) -> None:
+            self._answer(has_body=False)
+
+        def _answer(self, has_body: bool) -> None:
             if self.path.partition("?")[0] != PATH:
                 self.send_error(HTTPStatus.NOT_FOUND, f"expected {PATH}")
                 return
@@ -291,15 +297,19 @@ def make_server(port: int, pids: Sequence[int]) -> ThreadingHTTPServer:
             self.send_header("Content-Type", CONTENT_TYPE)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            if has_body:
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             """Prints nothing: a scrape every few seconds would fill the terminal."""
 
+    if port not in range(1 << 16):
+        raise ArgumentError(f"--serve: expected a port from 0 to 65535, got {port}")
     try:
         return ThreadingHTTPServer((ADDRESS, port), Handler)
-    except (OSError, OverflowError) as error:
-        raise ArgumentError(f"--serve {port}: cannot listen on {ADDRESS}: {error}") from error
+    except OSError as error:
+        told = f"--serve {port}: cannot listen on {ADDRESS}: {error.strerror}"
+        raise ArgumentError(told) from error
 
 
 # ---- The command ---------------------------------------------------------------------------------

@@ -6,15 +6,17 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from ringcomm.errors import ArgumentError
+from ringcomm.json_reader import reason
 
 __all__ = ["why_no_file", "why_no_folder", "write_file"]
 
 
 def why_no_file(path: str) -> str | None:
-    """Returns why a file cannot be written at ``path``, or None; writes nothing."""
+    """Returns why a file cannot be written at ``path``, or None; leaves no file."""
     mode, why = _look_at(path)
     if why is not None:
         return why
@@ -52,7 +54,7 @@ def write_file(option: str, path: str | os.PathLike[str], text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"{option} {path}: cannot be written: {error}") from error
+        raise ArgumentError(f"{option} {path}: cannot be written: {reason(error)}") from error
 
 
 def _look_at(path: str) -> tuple[int | None, str | None]:
@@ -71,6 +73,13 @@ def _refusal(path: str) -> str | None:
     """Returns why this user may not write the file, or into the folder; or None."""
     rights = os.W_OK | os.X_OK if os.path.isdir(path) else os.W_OK
     # Files are opened with the permissions of the effective user.
-    if os.access(path, rights, effective_ids=os.access in os.supports_effective_ids):
-        return None
-    return f"cannot be written: {os.strerror(errno.EACCES)}"
+    if not os.access(path, rights, effective_ids=os.access in os.supports_effective_ids):
+        return f"cannot be written: {os.strerror(errno.EACCES)}"
+    if os.path.isdir(path):
+        try:
+            # Some file systems, such as /proc, have no new files although the permissions allow it.
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            return f"cannot be written: no file can be made in {path}: {error.strerror}"
+    return None

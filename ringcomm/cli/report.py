@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import jinja2
 
+from ringcomm.cli.output import why_no_file
 from ringcomm.cli.trace import SHOWN_CALLS, aligned, by_communicator, over_nodes, report, verdict
 from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.reader import LARGEST_BYTES, Trace, ended_ranks, live_recordings, newest
@@ -26,7 +27,7 @@ from ringcomm.comm.recorder.records import (
     Recording,
 )
 from ringcomm.errors import ArgumentError, printable
-from ringcomm.json_reader import read_bounded, read_object, shown
+from ringcomm.json_reader import read_bounded, read_object, reason, shown
 
 # The parts of a page, which report.html draws.
 
@@ -726,6 +727,9 @@ def run(args: argparse.Namespace) -> int:
         ArgumentError: a file has no known kind, or the page cannot be written.
         RingcommError: a trace is damaged, or a process has no readable recorder.
     """
+    why = why_no_file(str(args.output))
+    if why is not None:
+        raise ArgumentError(f"--output {args.output}: {why}")
     sections = [
         of_processes(recording, ended_ranks(recording, args.pid[0]), args.pid)
         for recording in (live_recordings(args.pid) if args.pid else [])
@@ -737,7 +741,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         written = args.output.write_bytes(text.encode("utf-8", "replace"))
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"--output {args.output}: cannot be written: {error}") from error
+        raise ArgumentError(
+            f"--output {args.output}: cannot be written: {reason(error)}"
+        ) from error
     for each in left_out:
         print(f"left out: {each}", file=sys.stderr)
     told = f"{written / 1e6:.1f} MB" if written >= 1e6 else f"{written / 1e3:.1f} KB"

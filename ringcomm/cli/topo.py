@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -47,18 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints matrix, rings and algorithm; returns 2 for an invalid file or placement.
+    """Prints matrix, rings and algorithm.
 
     A machine without a GPU is not an error: its ranks run on CPUs, and the choice is for CPUs.
+
+    Raises:
+        ArgumentError: a file or the placement is invalid.
     """
-    try:
-        topology = load(args.file) if args.file else read_machine()
-        placements = _placements(topology, args)
-        if args.save:
-            save(topology, args.save)
-    except ArgumentError as error:
-        print(f"ringcomm topo: {error}", file=sys.stderr)
-        return 2
+    topology = load(args.file) if args.file else read_machine()
+    placements = _placements(topology, args)
+    if args.save:
+        save(topology, args.save)
     chosen = topology.choose(placements) if topology.gpus else host_choice(len(placements))
     gbps = topology.rings_gbps(placements, chosen.rings)
     if args.json:

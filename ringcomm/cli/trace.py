@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm.cli import table_lines
+from ringcomm.cli.output import why_no_file, write_file
 from ringcomm.comm.recorder.reader import (
     Trace,
     ended_ranks,
@@ -491,6 +492,9 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError("expected FILEs or --pid, got both")
     if args.last < 0:
         raise ArgumentError(f"--last: expected a number >= 0, got {args.last}")
+    why = None if args.chrome is None else why_no_file(str(args.chrome))
+    if why is not None:
+        raise ArgumentError(f"--chrome {args.chrome}: {why}")
     recordings: list[Recording] = []
     parts: list[str] = []
     if args.pid:
@@ -505,10 +509,7 @@ def run(args: argparse.Namespace) -> int:
         recordings, parts = _without_arguments(args.last)
     print("\n\n".join(parts))
     if args.chrome is not None:
-        try:
-            args.chrome.write_text(chrome_text(recordings), encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ArgumentError(f"--chrome: cannot write {args.chrome}: {error}") from error
+        write_file("--chrome", args.chrome, chrome_text(recordings))
         print(f"\nwrote {args.chrome}", file=sys.stderr)
     return 0
 

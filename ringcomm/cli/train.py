@@ -14,7 +14,15 @@ import torch
 from ringcomm import Communicator
 from ringcomm.cli.output import why_no_file, why_no_folder
 from ringcomm.examples.corpus import read_corpus
-from ringcomm.examples.train_gpt import Options, add_options, argument, check, expect, train
+from ringcomm.examples.train_gpt import (
+    Options,
+    add_options,
+    argument,
+    check,
+    checkpoint_to_resume,
+    expect,
+    train,
+)
 from ringcomm.launch import (
     STORE_PORT_VARIABLE,
     TIMEOUT,
@@ -107,3 +115,4 @@ def _check_paths(options: Options) -> None:
         folder = getattr(options, name)
         why = None if folder is None else why_no_folder(folder, with_parents=name == "save")
         expect(why is None, f"{argument(name)} {folder}: {why}")
+    checkpoint_to_resume(options)

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -54,9 +54,11 @@ class ModelConfig:
     tied: bool = flag(False, "share the weights of the embedding and the output layer")
 
     def __post_init__(self) -> None:
-        sizes = self.width, self.depth, self.heads, self.context
-        divides = min(sizes) >= 1 and self.width % (2 * self.heads) == 0
-        expect(divides, f"model: expected sizes above 0, width a multiple of 2 x heads, got {self}")
+        for name in ("width", "depth", "heads", "context"):
+            value = getattr(self, name)
+            expect(value >= 1, f"{argument(name)} must be at least 1, got {value}")
+        told = f"--width must be a multiple of 2 x --heads, which is {2 * self.heads}"
+        expect(self.width % (2 * self.heads) == 0, f"{told}, got {self.width}")
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,10 @@ def check(options: Options, ranks: int) -> None:
     if options.loss_scale is not None:
         told = f"--loss-scale: {options.dtype} gradients need no scale; take --dtype fp16"
         expect(options.dtype == "fp16", told)
-        LossScaleOptions(init_scale=options.loss_scale)
+        try:
+            LossScaleOptions(init_scale=options.loss_scale)
+        except ArgumentError as error:
+            raise ArgumentError(f"--loss-scale: {str(error).partition(': ')[2]}") from error
 
 
 def expect(holds: bool, message: str) -> None:
@@ -348,18 +353,18 @@ class Trainer:
 SHARED = ("width", "depth", "heads", "context", "tied", "batch", "steps", "learning_rate", "seed")
 
 
-def resume(trainer: Trainer) -> tuple[list[float], float | None]:
-    """Loads the latest checkpoint if the options say so; collective.
+def checkpoint_to_resume(options: Options) -> Checkpoints | None:
+    """Returns the checkpoints from whose latest the run continues; None: it begins at step 0.
 
-    Returns the losses of the earlier steps, and the loss on held-out text before step 0, if known.
-    Raises ArgumentError if ``resume`` is not set although a checkpoint exists, or if the checkpoint
-    was saved with other options.
+    Raises ArgumentError if ``resume`` is set without a checkpoint, or not set although there is
+    one, or if the checkpoint was saved with other options.
     """
-    options = trainer.options
     found = Checkpoints(options.save) if options.save else None
     latest = found.latest() if found else None
-    if found is None or (latest is None and options.resume != "latest"):
-        return [], None
+    if found is None or latest is None:
+        told = f"--resume: --save {options.save} holds no complete checkpoint"
+        expect(options.resume != "latest", f"{told}; drop --resume, or use --resume auto")
+        return None
     told = f"--save {found.root}: holds a checkpoint of step {latest} already; add --resume"
     expect(options.resume is not None, f"{told}, or give another folder")
     user = found.reader().data.get("user")
@@ -369,6 +374,17 @@ def resume(trainer: Trainer) -> tuple[list[float], float | None]:
         expect(value == wanted, f"--resume: {found.root}: saved with {name} {value}, got {wanted}")
     is_left = latest != options.steps or options.resume == "auto"
     expect(is_left, f"--resume: all {options.steps} steps are done in {found.root}")
+    return found
+
+
+def resume(trainer: Trainer) -> tuple[list[float], float | None]:
+    """Loads the latest checkpoint if the options say so; collective.
+
+    Returns the losses of the earlier steps, and the loss on held-out text before step 0, if known.
+    """
+    found = checkpoint_to_resume(trainer.options)
+    if found is None:
+        return [], None
     data = zero.load(found.root, trainer.module, trainer.optimizer).data
     return data["losses"], data["held_out"]
 
@@ -456,8 +472,10 @@ def train(options: Options, comm: Communicator) -> None:
         "loss_scale": trainer.scaler.current.item() if trainer.scaler else None,
     }
     if options.profile:
-        os.makedirs(options.profile, exist_ok=True)
-        trainer.profile.write(Path(options.profile, f"rank{comm.rank}.json"), comm.rank)
+        path = Path(options.profile, f"rank{comm.rank}.json")
+        with writing("profile", options.profile):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            trainer.profile.write(path, comm.rank)
     if comm.rank == 0:
         report(options, comm.world_size, outcome)
 
@@ -486,16 +504,24 @@ def report(options: Options, ranks: int, outcome: dict[str, Any]) -> None:
         versions = {"ringcomm": ringcomm.__version__, "torch": torch.__version__}
         record = {"options": asdict(options), "ranks": ranks, "software": versions}
         text = json.dumps({**record, "outcome": outcome}, indent=2) + "\n"
-        try:
+        with writing("json", options.json):
             Path(options.json).write_text(text, encoding="utf-8")
-        except OSError as error:
-            told = f"--json {options.json}: cannot be written: {error}"
-            raise ArgumentError(told) from error
+
+
+@contextmanager
+def writing(name: str, path: str) -> Iterator[None]:
+    """Raises ArgumentError, which names the option, where the block raises OSError."""
+    try:
+        yield
+    except OSError as error:
+        told = f"{argument(name)} {path}: cannot be written: {error.strerror}"
+        raise ArgumentError(told) from error
 
 
 def main() -> None:
     """Trains with the command line's options, as a rank of torchrun, mpirun or Slurm, or alone."""
-    parser = argparse.ArgumentParser(description="Trains a byte-level GPT, data-parallel.")
+    about = "Trains a byte-level GPT, data-parallel."
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     add_options(parser)
     options = Options(**vars(parser.parse_args()))
     if options.device == "cuda":

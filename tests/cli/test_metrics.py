@@ -238,14 +238,16 @@ def test_wrong_usage_is_refused(tmp_path, capsys):
     assert "expected FILEs or --pid, got both" in capsys.readouterr().err
     assert main(["metrics", "a.json", "--serve", "0"]) == 2
     assert main(["metrics", "--serve", "65536"]) == 2
-    assert "--serve 65536: cannot listen on 127.0.0.1" in capsys.readouterr().err
+    assert "--serve: expected a port from 0 to 65535, got 65536" in capsys.readouterr().err
     with metrics.make_server(0, []) as server:
         assert main(["metrics", "--serve", str(server.server_port)]) == 2
     assert "in use" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["metrics", "--pid", "one"])
-    assert main(["metrics", str(tmp_path / "none.json")]) == 1
+    assert main(["metrics", str(tmp_path / "none.json")]) == 2
+    capsys.readouterr()
     assert main(["metrics", "--pid", "1"]) == 1
+    assert not re.match(r"ringcomm metrics: \w+: ", capsys.readouterr().err)
     (tmp_path / "other.json").write_text("{}")
     assert main(["metrics", str(tmp_path / "other.json")]) == 1
     assert "expected a trace of version" in capsys.readouterr().err
@@ -254,8 +256,12 @@ def test_wrong_usage_is_refused(tmp_path, capsys):
 # ---- the server ----------------------------------------------------------------------------------
 
 
+def server_url(port, path="/metrics"):
+    return f"http://127.0.0.1:{port}{path}"
+
+
 def get(port, path="/metrics"):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+    with urllib.request.urlopen(server_url(port, path), timeout=30) as answer:
         return answer.headers["Content-Type"], answer.read().decode()
 
 
@@ -289,6 +295,10 @@ def test_processes_are_served_and_may_end_between_scrapes():
                 assert kind == "text/plain; version=0.0.4; charset=utf-8"
                 samples, _ = parsed(text)
                 assert value(samples, "ringcomm_process_up", pid=str(second)) == 1
+                head = urllib.request.Request(server_url(server.server_port), method="HEAD")
+                with urllib.request.urlopen(head, timeout=30) as answer:
+                    assert answer.status == 200 and int(answer.headers["Content-Length"]) > 0
+                    assert answer.read() == b""
                 with pytest.raises(urllib.error.HTTPError, match="404"):
                     get(server.server_port, "/")
                 os.kill(second, signal.SIGKILL)

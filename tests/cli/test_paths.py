@@ -65,15 +65,17 @@ PATHS = {
     "zero byte": "x\0",
     "surrogate": "\ud800",
 }
-# A trace or checkpoint that cannot be read is an error of the file (1), not of usage (2).
+# A checkpoint that cannot be read is an error of the file (1), not of usage (2).
 UNREADABLE = {
-    "metrics file",
-    "trace file",
     "convert source",
     "convert target",
     "convert target of safetensors",
 }
 NO_NAMES = {("convert target of safetensors", kind) for kind in ("zero byte", "surrogate")}
+NO_NAMES |= {("convert source", "ENOTDIR")}
+NO_TRACES = {
+    (name, kind) for name in ("trace file", "metrics file") for kind in ("zero byte", "surrogate")
+}
 # Allowed: a folder to write in, or a readable folder without files of the kind.
 FINE = {(name, "EISDIR") for name in ("train --offload-state", "train --offload-params")}
 FINE |= {(name, "EISDIR") for name in ("train --save", "train --profile", "convert target")}
@@ -157,9 +159,11 @@ def test_a_path_that_cannot_be_opened_is_named(name, kind, nothing_starts):
     if (name, kind) in FINE:
         assert status == 0, said
         return
-    assert status == (1 if name in UNREADABLE and (name, kind) not in NO_NAMES else 2)
-    assert said.startswith(f"ringcomm {words[0]}: ")
-    assert said.count("\n") == 1
+    is_of_file = name in UNREADABLE or (name, kind) in NO_TRACES
+    assert status == (1 if is_of_file and (name, kind) not in NO_NAMES else 2)
+    # A usage error has two lines about the usage before it.
+    assert said.count("\n") == (3 if status == 2 else 1)
+    assert said.splitlines()[-1].startswith(f"ringcomm {words[0]}: ")
     assert path in said
 
 

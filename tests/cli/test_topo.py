@@ -180,8 +180,8 @@ def test_damaged_files_are_told(topo, tmp_path, content):
     (tmp_path / "t.json").write_text(content)
     code, out, err = topo("--file", tmp_path / "t.json")
     assert (code, out) == (2, "")
-    assert err.startswith(f"ringcomm topo: {tmp_path}/t.json: ")
-    assert len(err.splitlines()) == 1
+    assert err.splitlines()[-1].startswith(f"ringcomm topo: error: {tmp_path}/t.json: ")
+    assert len(err.splitlines()) == 3
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,10 @@ def test_killed_rank_ends_the_run(text):
     [
         (("--data", "/no/such/place"), "--data /no/such/place: no such file or folder"),
         (("--data", "{small}"), "holds 5 bytes of text"),
-        (("--width", 30, "--heads", 4), "width a multiple of 2 x heads"),
+        (
+            ("--width", 30, "--heads", 4),
+            "must be a multiple of 2 x --heads, which is 8, got 30",
+        ),
         (("--batch", 3), "3 sequences do not divide among 2 ranks x 1 micro-batches; choose a mul"),
         (("--accum", 4), "do not divide among 2 ranks x 4 micro-batches; choose a multiple of 8"),
         (("--accum", 0), "--accum must be at least 1"),
@@ -163,7 +166,17 @@ def test_killed_rank_ends_the_run(text):
             "--offload-params: expected --stage 3, got 2, which keeps all in memory",
         ),
         (("--loss-scale", 8), "--loss-scale: fp32 gradients need no scale"),
-        (("--dtype", "fp16", "--loss-scale", 0), "init_scale"),
+        (("--dtype", "fp16", "--loss-scale", 0), "--loss-scale: expected a scale from 1 to "),
+        (("--heads", 0), "--heads must be at least 1, got 0"),
+        (
+            ("--profile", "/proc/x"),
+            "--profile /proc/x: cannot be written: no file can be made",
+        ),
+        (("--save", "/proc/x"), "--save /proc/x: cannot be written: no file can be made in"),
+        (
+            ("--save", "{small}.runs", "--resume"),
+            "small.runs holds no complete checkpoint; drop --resume, or use --resume auto",
+        ),
     ],
 )
 def test_wrong_option_is_refused_before_any_rank_starts(
@@ -175,9 +188,9 @@ def test_wrong_option_is_refused_before_any_rank_starts(
     words = train_arguments(*(str(option).format(small=small) for option in options))
     assert main([str(word) for word in words[2:]]) == 2
     errors = capsys.readouterr().err
-    assert errors.startswith("ringcomm train: ")
-    assert message in errors
-    assert errors.count("\n") == 1
+    assert errors.startswith("usage: ringcomm train [options]\n")
+    assert message in errors.splitlines()[2]
+    assert errors.count("\n") == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which the run would take")

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
 from ringcomm.cli import main
 from ringcomm.cli.progress import HEARTBEAT_S, Progress, time_left
 from ringcomm.cli.usage import CommandParser, suggestion
+from tests.support import ROOT
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,9 @@ from ringcomm.cli.usage import CommandParser, suggestion
         (["doctor", "--x"], "ringcomm doctor", "unrecognized arguments: --x"),
         (["estimate", "memry"], "ringcomm estimate", "did you mean memory?"),
         (["convert"], "ringcomm convert", "required: source, target"),
+        (["build-backend", "--forc"], "ringcomm build-backend", "did you mean --force?"),
+        (["demo", "--dat", "x"], "ringcomm demo", "did you mean --data?"),
+        (["trace", "--las", "3"], "ringcomm trace", "arguments: --las; did you mean --last?"),
     ],
 )
 def test_a_usage_error_is_short_and_names_the_word_that_was_meant(capsys, words, command, message):
@@ -32,6 +37,51 @@ def test_a_usage_error_is_short_and_names_the_word_that_was_meant(capsys, words,
     assert lines[0].startswith(f"usage: {command} [options]")
     assert lines[1].strip() == f"{command} --help lists every option"
     assert lines[2].startswith(f"{command}: error: ") and lines[2].endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "message"),
+    [
+        (["train", "--stage", "4"], "ringcomm train", "--stage must be in 0 .. 3, got 4"),
+        (["topo", "--ranks", "0"], "ringcomm topo", "--ranks: expected at least 1, got 0"),
+        (["topo", "--file", "absent"], "ringcomm topo", "cannot be read: No such file or director"),
+        (
+            ["trace", "absent"],
+            "ringcomm trace",
+            "absent: cannot be read: No such file or directory",
+        ),
+        (["trace", "--chrome", "absent/t.json"], "ringcomm trace", "its folder does not exist"),
+        (["metrics", "absent"], "ringcomm metrics", "absent: cannot be read: No such file or dir"),
+        (
+            ["report", "absent"],
+            "ringcomm report",
+            "absent: cannot be read: No such file or directo",
+        ),
+        (["report", "-o", "absent/r.html"], "ringcomm report", "its folder does not exist"),
+        (["convert", "absent", "new"], "ringcomm convert", "absent: no such folder"),
+        (
+            ["estimate", "memory", "--world", "2"],
+            "ringcomm estimate memory",
+            "or --layers and the ",
+        ),
+    ],
+)
+def test_wrong_arguments_are_usage_errors(tmp_path, monkeypatch, capsys, words, command, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and len(lines) == 3 and lines[0].startswith(f"usage: {command} [options]")
+    assert lines[2].startswith(f"{command}: error: ") and message in lines[2]
+    assert "[Errno" not in err
+
+
+def test_all_parsers_of_programs_refuse_abbreviations():
+    files = [*(ROOT / "ringcomm").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
+    files += (ROOT / "bench").rglob("*.py")
+    made = re.compile(r"ArgumentParser\(((?:[^()]|\([^()]*\))*)\)")
+    found = [call for path in files for call in made.findall(path.read_text())]
+    assert len(found) >= 6 and all("allow_abbrev=False" in call for call in found)
 
 
 def test_words_that_resemble_nothing_have_no_suggestion():

@@ -101,7 +101,9 @@ def check_programs() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if the wheel and all programs passed."""
-    parser = argparse.ArgumentParser(prog="python -m tools.aarch64", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.aarch64", description=__doc__, allow_abbrev=False
+    )
     add = parser.add_argument
     told = "the root of a Linux for AArch64 with Python; default: Debian's packages, downloaded"
     add("--root", type=Path, metavar="FOLDER", help=told)

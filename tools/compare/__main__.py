@@ -82,7 +82,7 @@ def chart(session: plan.Session) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="compare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="compare", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     told = "folder of the results, the tables and the chart (default: build/compare)"
     add("--results", type=Path, default=FOLDER, metavar="FOLDER", help=told)

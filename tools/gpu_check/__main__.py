@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> tuple[tuple[Stage, ...], str]:
     """Returns the stages with their shares of the budget, and the kind of rehearsal or ""."""
-    parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__, allow_abbrev=False)
     names = ",".join(stage.name for stage in STAGES)
     add = parser.add_argument
     add("--stages", default=names, metavar="LIST", help=f"some of {names}")

@@ -49,7 +49,9 @@ def build_all(out: Path, versions: Sequence[str], architectures: Sequence[str]) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if the wheel that was tried with torch failed."""
-    parser = argparse.ArgumentParser(prog="python -m tools.wheels", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.wheels", description=__doc__, allow_abbrev=False
+    )
     add = parser.add_argument
     add("--arch", nargs="+", choices=build.ARCHITECTURES, default=build.ARCHITECTURES)
     add("--python", nargs="+", default=BUILT_WITH, metavar="X.Y", help="default: %(default)s")

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm.errors import ArgumentError
-from ringcomm.json_reader import read_bounded, read_object, shown
+from ringcomm.json_reader import read_bounded, read_object, reason, shown
 
 __all__ = [
     "LEVELS",
@@ -433,7 +433,9 @@ def load(path: str | Path) -> Topology:
         raw = read_bounded(Path(path), LARGEST_BYTES)
         text = raw.decode("utf-8")
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"{path}: the recorded topology cannot be read: {error}") from error
+        raise ArgumentError(
+            f"{path}: the recorded topology cannot be read: {reason(error)}"
+        ) from error
     return from_json(text, str(path))
 
 
@@ -446,7 +448,7 @@ def save(topology: Topology, path: str | Path) -> None:
     try:
         Path(path).write_text(topology.to_json(), encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"{path}: the topology cannot be recorded: {error}") from error
+        raise ArgumentError(f"{path}: the topology cannot be recorded: {reason(error)}") from error
 
 
 def _topology(value: Any) -> Topology:

@@ -46,7 +46,7 @@ from ringcomm.comm.recorder.records import (
     unstable_records,
     with_failure,
 )
-from ringcomm.errors import RingcommError, printable
+from ringcomm.errors import ArgumentError, RingcommError, printable
 from ringcomm.json_reader import LONGEST_FILE_TEXT, read_bounded, read_object, shown
 
 __all__ = [
@@ -185,7 +185,7 @@ def find_newest() -> Path | None:
         try:
             files = _files(folder, _NAME) if folder is not None else []
         except OSError as error:
-            raise RingcommError(f"trace: cannot look into {folder}: {error.strerror}") from error
+            raise RingcommError(f"cannot look into {folder}: {error.strerror}") from error
         found = [path for path, status in files if status.st_size]
         if found:
             return found[-1]
@@ -201,7 +201,7 @@ def newest() -> Path:
     found = find_newest()
     if found is None:
         raise RingcommError(
-            f"trace: expected a trace in this folder or in {directory() or f'{VARIABLE}={OFF}'}, "
+            f"expected a trace in this folder or in {directory() or f'{VARIABLE}={OFF}'}, "
             "got none. A communicator leaves one at a fault; name a FILE, or --pid for processes "
             "that run"
         )
@@ -305,7 +305,8 @@ def read(path: Path) -> Trace:
     """Reads a trace and checks every field.
 
     Raises:
-        RingcommError: the file cannot be read, is not a trace, has another version, or is damaged.
+        ArgumentError: the file cannot be read.
+        RingcommError: the file is not a trace, has another version, or is damaged.
     """
 
     def fail(why: str) -> NoReturn:
@@ -314,7 +315,7 @@ def read(path: Path) -> Trace:
     try:
         raw = read_bounded(path, LARGEST_BYTES)
     except OSError as error:
-        raise RingcommError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ArgumentError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         fail(str(error))
     try:
@@ -426,7 +427,7 @@ class FoundRecorders:
                 self._found[key] = replace(each, seen_by=pid)
         if not has_heap:
             raise RingcommError(
-                f"trace: expected process {pid} to be a rank of a ringcomm communicator that "
+                f"expected process {pid} to be a rank of a ringcomm communicator that "
                 "records, got a process without a heap of ringcomm's"
             )
 
@@ -455,7 +456,7 @@ def live_recordings(pids: Iterable[int]) -> list[Recording]:
         found.look_into(pid)
     worlds = found.worlds()
     if not worlds:
-        raise RingcommError("trace: these processes have no communicator that records its calls")
+        raise RingcommError("these processes have no communicator that records its calls")
     return list(map(recording_of, worlds))
 
 
@@ -521,16 +522,14 @@ def _heaps_of(pid: int) -> Iterator[tuple[int, int]]:
     """Yields the token and an open descriptor of each heap that a process has open."""
     folder = Path(f"/proc/{pid}/fd")
     if _state_of(pid)[0] in ENDED:
-        raise RingcommError(f"trace: expected a running process, got pid {pid}, which has ended")
+        raise RingcommError(f"expected a running process, got pid {pid}, which has ended")
     try:
         names = sorted(os.listdir(folder), key=int)
     except FileNotFoundError:
-        raise RingcommError(
-            f"trace: expected a running process, got pid {pid}, which has ended"
-        ) from None
+        raise RingcommError(f"expected a running process, got pid {pid}, which has ended") from None
     except PermissionError:
         raise RingcommError(
-            f"trace: process {pid} is another user's, or not dumpable; run as its user, where "
+            f"process {pid} is another user's, or not dumpable; run as its user, where "
             "ptrace is allowed"
         ) from None
     for name in names:
@@ -583,7 +582,7 @@ def _recorder(descriptor: int, offset: int) -> FoundRecorder:
     first = os.pread(descriptor, header.memory_bytes, offset)
     second = os.pread(descriptor, header.memory_bytes, offset)
     if len(second) < header.memory_bytes:
-        raise RingcommError("trace: expected a recorder inside its heap, got one that exceeds it")
+        raise RingcommError("expected a recorder inside its heap, got one that exceeds it")
     unstable = unstable_records(first, second)
     totals = _totals(descriptor, offset + header.memory_bytes, header.totals)
     if header.on_device:

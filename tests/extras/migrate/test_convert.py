@@ -210,6 +210,8 @@ def test_the_command_converts_there_and_to_safetensors(saved, wanted, tmp_path, 
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found["0.weight"].dtype is torch.bfloat16
     assert_near(found, wanted[STEPS - 1], 1e-2)
+    assert cli.main(["convert", run, str(tmp_path / "other"), "--step", "7"]) == 2
+    assert "has no checkpoint of step 7; it has step 12" in capsys.readouterr().err
     assert cli.main(["convert", source, run, "--step", "12"]) == 2
     assert "expected a step after 12" in capsys.readouterr().err
     assert cli.main(["convert", source, run, "--dtype", "bfloat16"]) == 2
