@@ -315,11 +315,11 @@ class Walk:
         options, info = self.run.options, self.run.info
         placements = placements_of(options, collective)
         dtype, kind = options.datatype, f" {options.op}" * collective.reduces
-        root = f" to or from rank {options.root}" * collective.rooted
+        root = f", root {options.root}" * collective.rooted
         graph = f", graphs of up to {options.graph_calls} calls" if options.graph else ""
         over = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         title = (
-            f"# {collective.name}{root}: {info.world} ranks{over}, {dtype}{kind}\n"
+            f"# {collective.name}: {info.world} ranks{over}, {dtype}{kind}{root}\n"
             f"# {info.mode}: {devices.MEANINGS[info.mode]}; ringcomm's tensors: "
             f"{options.tensors}{graph}\n"
             f"# ratio: time over that of {options.subject}, median over rounds\n"
