@@ -204,7 +204,7 @@ def measure(run: Run) -> None:
 
 
 def check(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
-    """Refuses options that cannot be measured, and adds the text to the options."""
+    """Refuses options that cannot be measured, and adds the text of ``--data`` to the options."""
     named = asked.system
     asked.system = None if named is None else named.replace("-", " ")
     if asked.device == "cuda":

@@ -31,13 +31,13 @@ from .hooks import INTERPRETED
 # out[W*m, n] = cat(every rank's a[m, k]) @ b[k, n], in one kernel of two kinds of blocks:
 #
 #  collecting  the first COMM blocks pull the peers' rows, nearest peer first, in chunks of whole
-#              tiles, and raise an arrival word for each chunk; (W-1) * m * k elements in all.
+#              tiles, (W-1) * m * k elements in all, and set a word in ``arrived`` for each chunk.
 #  computing   all other blocks take tiles of out in the same order: first this rank's rows, which
 #              need no wait, then the rows of the nearest peer, and so on.
 #
-# Words between ranks are int32 [2 * COMM, world]: row c signals that a rank's rows can be read, row
-# COMM + c that collecting block c of a rank has read this rank's rows. Words between blocks are
-# int32 too: ``arrived`` [world, CHUNKS], ``epochs`` [computing blocks].
+# Words between ranks are int32 [2 * COMM, world]. Row c says for each rank whether its rows can be
+# read, row COMM + c whether its collecting block c has read this rank's rows. Words between blocks
+# are int32 too: ``arrived`` [world, CHUNKS], ``epochs`` [computing blocks].
 # --------------------------------------------------------------------------------------------------
 
 
@@ -214,17 +214,17 @@ def all_gather_matmul_kernel(
 # in rank order. One kernel has two kinds of blocks:
 #
 #  computing  the first blocks store each tile, rounded, in the inbox [W, m, n] of the rank that
-#             sums it. They take one chunk of rows after another, the peers' tiles of a chunk
-#             first, and raise a word when their tiles of a chunk are stored.
-#  summing    the last COMM blocks. Each sums every COMM-th chunk: it waits until all computing
+#             sums it. They compute one chunk of rows after another, the peers' tiles of each chunk
+#             first. A block increments its word in ``stored`` after its tiles of each chunk.
+#  summing    the other COMM blocks each sum every COMM-th chunk: a block waits until all computing
 #             blocks of its rank have stored the chunk, signals the peers, waits for the peers'
 #             signals, and sums the chunk's rows in its inbox.
 #
 # Summing blocks have the highest indices, since in the interpreter blocks run one after another.
-# Words between ranks are int32 [2 * COMM, world]: row c counts the chunks of summing block c that
-# a rank has stored, row COMM + c the calls in which summing block c of a rank has read its inbox.
-# Words between blocks are int32 too: ``stored`` [computing blocks] counts chunks, ``epochs``
-# [blocks] counts calls.
+# Words between ranks are int32 [2 * COMM, world]. Row c counts, for each rank, the chunks that it
+# has stored for summing block c of this rank. Row COMM + c counts, for each rank, the calls in
+# which its summing block c has read its inbox. Words between blocks are int32 too: ``stored``
+# [computing blocks] counts chunks, ``epochs`` [blocks] counts calls.
 # --------------------------------------------------------------------------------------------------
 
 

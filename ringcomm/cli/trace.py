@@ -265,7 +265,10 @@ def _at(record: Record) -> str:
 
 
 def _seconds(ns: int) -> str:
-    """Formats a duration with a readable unit; it may be negative between machines' clocks."""
+    """Formats a duration with a readable unit.
+
+    The duration is negative if its ends were read from clocks of two machines that disagree.
+    """
     if abs(ns) < 1_000_000:
         return f"{ns / 1e3:.1f} us"
     return f"{ns / 1e6:.1f} ms" if abs(ns) < 1_000_000_000 else f"{ns / 1e9:.1f} s"

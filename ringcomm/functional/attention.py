@@ -490,7 +490,8 @@ register(
 )
 
 
-# The all-to-alls of ulysses_attention do not get its options, so another operator compares them.
+# The all-to-alls that ulysses_attention calls do not receive the options of ulysses_attention. A
+# separate operator checks that all ranks have passed the same options.
 
 
 def _same_options(query: Tensor, *form: Any) -> Tensor:

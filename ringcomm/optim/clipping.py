@@ -145,11 +145,11 @@ class NormTerm:
 def clip_joint_norm(
     terms: Sequence[NormTerm], stages: Communicator | None, bound_of: Callable[[], NormBound]
 ) -> Tensor:
-    """Makes the next steps of all terms scale their gradients by one joint norm; collective.
+    """Clips the gradients of all terms by their joint norm in the terms' next steps; collective.
 
     Args:
-        terms: the terms. The first is common to all ranks of a pipeline stage; if a rank refuses to
-            clip, the other ranks receive the refusal when they reduce this term's gradients.
+        terms: the terms. All ranks of a pipeline stage must have the same first term: if a rank
+            refuses to clip, the other ranks learn this when they reduce the first term's gradients.
         stages: the ranks that have the model's different pipeline stages, or None.
         bound_of: returns the bound, or raises.
 

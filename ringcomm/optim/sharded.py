@@ -363,7 +363,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for param in self.param_groups[0]["params"][:1]:
             self.state[param] = {}
         if options.update == "in_backward":
-            self.prepare()  # the first backward updates its buckets
+            self.prepare()  # the first backward already updates buckets, so they must exist
 
     def _chosen_mesh(
         self, comm: CommArgument, mesh: DeviceMesh | None

@@ -98,10 +98,10 @@ def shortage_of(error: BaseException | None) -> str:
 
 @contextlib.contextmanager
 def forming(operation: str) -> Iterator[None]:
-    """Converts errors inside to RendezvousError if exhausted file descriptors caused them.
+    """Converts an error of the block to RendezvousError if a lack of file descriptors caused it.
 
     Args:
-        operation: names the communicator that is built and the rank, for errors.
+        operation: begins error messages; it names the rank and the communicator to be built.
 
     Raises:
         RendezvousError: no descriptor is left; the error names ``ulimit -n``.

@@ -46,8 +46,8 @@ NOT_A_GPU = "on an emulated device: no figure here is a GPU's, and no goal is ju
 class CheckRun:
     """A run: its command runner, a folder for the commands' files, and the result files.
 
-    ``rehearsal`` is "" on a GPU, "rehearsal", or "sample" (one test file, and one benchmark per
-    stage).
+    ``rehearsal`` is "" on a GPU. On an emulated device it is "rehearsal" or, to run only one test
+    file and one benchmark per stage, "sample".
     """
 
     runner: Runner
@@ -75,7 +75,8 @@ class CheckRun:
 def build(check: CheckRun, limit_s: float) -> Result:
     """Builds the native module, then the benchmarks' kernels by NVRTC and all kernels by nvcc."""
     end = time.monotonic() + limit_s
-    # Build the module alone first: nothing runs without it, but NVRTC can replace nvcc.
+    # Build the module first, without kernels, since nothing runs without the module. If nvcc then
+    # fails to build the kernels, NVRTC compiles each kernel at its first use.
     kernels = ["OFF"]
     said = ""
     has_nvcc = shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()

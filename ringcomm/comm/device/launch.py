@@ -423,7 +423,7 @@ class DeviceCallEngine(CallEngine):
         # This rank's prepared call, set while one thread prepares the calls of all ranks.
         self._collecting = False
         self._collected: Prepared | None = None
-        self.sends_alone = False  # while a message is launched
+        self.sends_alone = False  # True while this rank launches a message
         self.message_streams: set[int] = set()
         self._copy_plans = CopyPlans(core)
         self._name = ""

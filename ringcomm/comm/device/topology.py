@@ -830,7 +830,7 @@ class _SharedDevice:
 
 
 def host_choice(ranks: int) -> TopologyChoice:
-    """Chooses for ranks on CPUs: shared memory acts as a switch (docs/algorithms.md)."""
+    """Returns the choice for ranks on CPUs: shared memory acts as a switch (docs/algorithms.md)."""
     reason = "ranks on CPUs share memory, so that every peer is one hop away"
     return TopologyChoice("one_shot", (tuple(range(ranks)),), reason)
 

@@ -73,7 +73,7 @@ class Plan:
         return f"<ringcomm.Plan of {self._name}>"
 
     def __call__(self, async_op: bool = False) -> Work | None:
-        """Makes the collective.
+        """Runs the collective.
 
         Args:
             async_op: return a Work at once instead of waiting.

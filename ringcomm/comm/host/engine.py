@@ -767,7 +767,7 @@ class CallEngine(ABC):
         return found
 
     def lookout(self) -> Lookout:
-        """Returns a watch over the members' processes, for waits that make no call here."""
+        """Returns a watch over the members' processes, for waits outside the engine's calls."""
         return Lookout(self.membership.ranks, self.membership.processes)
 
     def start_call(self, call: Call, async_op: bool = False) -> Work | None:

@@ -484,7 +484,11 @@ def _built_on_device(
     make_node: Callable[[Membership], C],
     closing: list[_Closable],
 ) -> Built[C]:
-    """Builds the node's communicators on devices, the transport, and the agreement of hosts."""
+    """Builds the engine on devices: communicators within the node, and both transports.
+
+    One transport moves tensors between devices of different nodes. The hosts agree on the calls by
+    the other transport, and by a communicator on the CPUs of the node.
+    """
     layout, options, operation = found.layout, membership.options, found.spec.operation
     if options.rails not in ("auto", "one_shot"):
         raise UnsupportedError(

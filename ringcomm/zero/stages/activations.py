@@ -75,8 +75,8 @@ Storage = torch.UntypedStorage
 #
 # Reading. A content is read into new memory, which autograd then owns, without a copy. After the
 # content that is needed, contents of earlier receipts are read *ahead*. Backward does not follow
-# the order strictly, so contents that it has skipped stay for some turns. Contents read ahead and
-# the slots share ``buffer_bytes``, so backward frees the slots, which only a forward needs.
+# the order strictly, so contents that it has skipped stay for some turns. Slots, and contents that
+# were read ahead, share ``buffer_bytes``, so backward frees the slots, which only a forward needs.
 #
 # The size of an extent of the file, in pages, is a power of two, at most a piece. Freed extents are
 # used again. So a step uses the extents of the step before, and the file does not grow.
@@ -357,7 +357,7 @@ class ActivationStore:
                 transfer.wait()  # a slot whose write hangs must not be used again
                 self._idle.append(slot)
             else:
-                # Contents read ahead fill the buffers: this forward runs while a backward runs.
+                # All buffers hold contents that were read ahead for a backward that still runs.
                 number, last = self._ahead.popitem()
                 self._ahead[number] = last
                 last.content.wait()
@@ -514,8 +514,8 @@ def activations_on(
     """Returns a context that keeps tensors saved for backward on a disk; see ``docs/disk.md``.
 
     Args:
-        disk: the folder, the memory for transfers, and how many bytes stay in memory, of the
-            tensors that were saved last.
+        disk: the folder, the memory for transfers, and the number of bytes of the most recently
+            saved tensors that stay in memory.
         module: the modules that run, sharded or not. Their buffers, and all tensors that share
             memory with their parameters and buffers, stay in memory. Without ``module`` only
             parameters and their views surely stay in memory.

@@ -93,7 +93,8 @@ def _allowed() -> Iterator[Callable[..., Any]]:
 
 #: Functions of tensors that neither read nor write values.
 FACTS = frozenset(_allowed())
-# Functions with other results for a placeholder, whose elements share one memory location.
+# Functions whose results depend on the layout in memory. They would be wrong for a placeholder,
+# since all its elements share one memory location.
 _LAYOUT = frozenset((Tensor.dim_order, Tensor.is_contiguous, Tensor.is_pinned, Tensor.stride))
 # Functions that read values of all arguments but the first: only the first may be resharded.
 _MAKERS = frozenset(
