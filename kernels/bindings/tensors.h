@@ -60,9 +60,10 @@ bool is_chunk_or_apart(const TensorMemory& whole, const TensorMemory& tensor, in
 // Marks a tensor as changed for autograd, as torch's own functions do. Throws torch's errors.
 void advance_version(nanobind::handle tensor);
 
-// Returns the code of one of torch's ReduceOp constants; negative: `op` is another object.
+// Returns ringcomm's code of one of torch's ReduceOp constants; negative: `op` is another object.
 int op_code(nanobind::handle op);
-// Returns torch's ReduceOp constant whose hash, its code in torch, is `kind`; null: no constant.
+// Returns torch's ReduceOp constant with the hash `kind`, which is torch's own code of the
+// operation; null: there is none.
 nanobind::handle op_of_kind(Py_hash_t kind);
 
 // Returns the code of an algorithm of all backends (auto, one-shot or ring), by its name in a

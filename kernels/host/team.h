@@ -43,7 +43,7 @@ struct HostTeam {
   static void tell_host(const Fault&) {}  // the host reads the fault record in place
 };
 
-// One thread executes the channel: the production team. Its lane arithmetic folds to constants.
+// The team of a single thread, which executes a whole channel. Lane arithmetic folds to constants.
 struct SoloTeam : HostTeam {
   static constexpr bool kShareWaits = false;
   static constexpr bool kReadsWhole = false;

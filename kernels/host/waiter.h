@@ -61,9 +61,10 @@ bool spin_on(const uint32_t* word, uint32_t seen);
 // A peer's process, distinguished from a later process with the same pid.
 class Process {
  public:
-  Process() = default;  // a thread of this process, which cannot die alone, or no process
-  // With a descriptor, which is faster to check than the system's table of processes. Throws
-  // HeapError if this process has no descriptor left.
+  // Represents no process, or a thread of this process (a thread cannot die alone).
+  Process() = default;
+  // If `with_descriptor`, opens a descriptor of the process, which is faster to check than the
+  // system's table of processes. Throws HeapError if this process has no descriptor left.
   explicit Process(int pid, bool with_descriptor = true);
   // Returns a Process for a thread of this process. has_ended() is true while the thread's `left`,
   // a word of its control page, is 1.

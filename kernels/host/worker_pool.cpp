@@ -184,7 +184,7 @@ void Pool::work() {
 }
 
 void Pool::post(Job& job) {
-  const int wanted = job.wanted;  // before workers that do not sleep may count it down
+  const int wanted = job.wanted;  // read before posting: awake workers may then count it down
   {
     const std::lock_guard lock(mutex_);
     jobs_.push_back(&job);

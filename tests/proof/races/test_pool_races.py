@@ -43,7 +43,7 @@ BEFORE_FORK = (
     "[] { shares().mutex.lock(); }, [] { shares().mutex.unlock(); },\n"
     "                   [] {\n                     shares().mutex.unlock();"
 )
-BEGIN_POST = "  // before workers that do not sleep may count it down\n"
+BEGIN_POST = "  // read before posting: awake workers may then count it down\n"
 SIGNALS, BLOCK = "host/signals_blocked.h", "SIG_SETMASK, &all, &before_"
 OWN = "sigdelset(&all, own)"
 RELAXED = "CHOSEN ? std::memory_order_relaxed : std::memory_order_seq_cst"

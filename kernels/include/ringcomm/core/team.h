@@ -90,9 +90,10 @@ struct Portion {
   }
 };
 
-// index / count in units of 2^-32, rounded down, by one division of 32 bits, for count up to
-// kMostPortions. 2^32 is count * quotient + rest. For x = index * rest, which is at most count^2,
-// x / count is (x * (quotient + 1)) >> 32: before rounding this is less than 1 / count too large.
+// Returns index / count in units of 2^-32, rounded down, for count up to kMostPortions. It needs
+// only one division of 32 bits. 2^32 is count * quotient + rest. Let x = index * rest; x is at most
+// count^2. Then x * (quotient + 1) / 2^32 exceeds x / count by less than 1 / count, so that both
+// rounded down are equal: x / count is (x * (quotient + 1)) >> 32.
 constexpr int kMostPortions = 1024;
 RC_FN constexpr uint64_t fraction_of(int index, int count) {
   const uint32_t i = uint32_t(index), quotient = 0xffffffffu / uint32_t(count);

@@ -53,8 +53,9 @@ RC_FN void adamw_element(float& p, float g, float& m, float& v, float& v_max,
 }
 
 // ---- the master copy as a bfloat16 parameter and the 16 bits below it --------------------------
-// After Apex's store_param_remainders: the parameter is the master rounded to nearest, ties away
-// from zero (to even would need one bit more to undo), and the remainder is the master's low half.
+// As in Apex's store_param_remainders, the parameter is the master rounded to nearest, ties away
+// from zero, and the remainder is the master's low 16 bits. If ties were rounded to even, one more
+// bit would be needed to restore the master.
 
 RC_FN void split_master(float master, BFloat16& param, uint16_t& remainder) {
   const uint32_t u = master != master ? 0x7fc00000u : bits_of(master);

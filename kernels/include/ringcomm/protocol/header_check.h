@@ -9,7 +9,7 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// The bytes of the vectors that store results in a peer's heap.
+// Results are stored into a peer's heap as aligned vectors of this many bytes.
 constexpr uint64_t kResultAlign = 16;
 
 // The bytes that this rank stores into each sender's heap, at the offset in the sender's header.
