@@ -32,4 +32,4 @@ def test_sizes_are_read(capsys):
     assert layers.BENCH.parse(["8,4"]).sizes == [SIZE]
     with pytest.raises(SystemExit):
         layers.BENCH.parse(["8"])
-    assert "invalid TOKENS,WIDTH value: '8'" in capsys.readouterr().err
+    assert "argument TOKENS,WIDTH: '8' is not TOKENS,WIDTH" in capsys.readouterr().err

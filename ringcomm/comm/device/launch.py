@@ -874,6 +874,14 @@ class DeviceCallEngine(CallEngine):
                 return False
         return True
 
+    def is_busy(self) -> bool:
+        """True if calls or messages of this rank are under way, on the host or on the device."""
+        if super().is_busy():
+            return True
+        if self.closed or self.refuse is not None:
+            return False
+        return not all(event.query() for event in self._events_of_the_end())
+
     def set_peer_left(self, peer: int, left: bool) -> None:
         self.device_core.native.mark_lost(peer, left)
         if self.joint_launch is not None:

@@ -24,6 +24,7 @@ from tests.proof.faults.device.conftest import Rigs
 from tests.proof.faults.device.rig import DEVICE, LONG_S, Gate, Rig, error_of, until
 from tests.support.emulator import DriverError
 from tests.support.emulator.capture import CapturedOperations
+from tests.support.emulator.ptx import from_environment
 from tests.support.faults import die
 from tests.support.ranks import Ranks, run_ranks
 
@@ -474,6 +475,8 @@ def clear_running(rig: Rig, comm: Any) -> None:
 
 
 def test_a_replay_beside_an_eager_call_raises_on_all_ranks(kind: str) -> None:
+    if kind == "emulated" and from_environment() is not None:
+        pytest.skip("the execution of PTX may report the two kernels' races first")
     for error, text, _ in run_ranks(overlaps, 2, kind, False):
         assert error == "ArgumentError", text
         assert "rank 0 began all_reduce" in text

@@ -200,6 +200,38 @@ def test_a_thread_that_loads_a_kernel_holds_up_no_other_device():
     assert ran(body, 2, (0, 1), LONG_S) == ""
 
 
+def test_a_rank_that_returns_before_its_kernel_runs_is_not_lost():
+    """Rank 1's kernel waits for earlier work of its stream, while rank 0's waits for rank 1."""
+    devices = Devices("emulated", devices=2)
+    assert devices.emulated is not None
+    runtime = devices.emulated
+    options = CommOptions(timeout=LONG_S, segment_bytes=1024, channels=2)
+    earlier = threading.Event()
+
+    def hold() -> None:
+        assert earlier.wait(LONG_S)
+
+    def body(comm: Any) -> torch.Tensor:
+        with runtime.assuming(comm.rank):
+            tensor = full(1.0)
+            if comm.rank == 1:
+                runtime.run_on_stream(1, runtime.current_stream(1), hold)
+            comm.all_reduce(tensor)
+            if comm.rank == 0:
+                time.sleep(0.3)  # meanwhile rank 1 returns
+                earlier.set()
+                comm.engine.finish_host_side()
+        return tensor
+
+    try:
+        world = devices.new_world(2, (0, 1), options)
+        tensors = world.run(body)
+        world.close()
+        assert all(torch.equal(tensor, full(2.0)) for tensor in tensors)
+    finally:
+        devices.close()
+
+
 @pytest.mark.parametrize("pages", [256, 1])
 def test_a_communicator_is_built_and_closed_beside_a_message(monkeypatch, pages):
     """The driver pins memory for many pages at once: a call per page would wait for the message."""
