@@ -122,8 +122,8 @@ gpu-check:
 	$(or $(PYTHON),python3) -m tools.gpu_check $(if $(BUDGET),--budget $(BUDGET)) \
 		$(if $(REHEARSE),--rehearse)
 
-# Times ringcomm beside Gloo, MPICH, Intel MPI, oneCCL, DDP, FSDP2 and DeepSpeed in one session of
-# about five minutes, and writes tables and a chart to build/compare. OPTIONS=--record also puts the
+# Times ringcomm beside Gloo, MPICH, Intel MPI, oneCCL, DDP, FSDP2 and DeepSpeed in one session,
+# whose estimated length it announces, and writes tables and a chart to build/compare. OPTIONS=--record also puts the
 # tables into docs/performance.md; OPTIONS=--quick tries everything at small sizes. A library that
 # cannot be installed or run here is left out, and the tables say why.
 compare: export I_MPI_ROOT := $(VENV)/intel

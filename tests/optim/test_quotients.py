@@ -2,12 +2,11 @@
 """The kernels' branch-free quotients and roots round as IEEE's do (see quotients_test.cpp)."""
 
 import os
-import subprocess
 
 import pytest
 
-from tests.support import ROOT
-from tests.support.compiler import NEEDS_COMPILER, OPTIMISED, compile_to
+from tests.optim.header_mutants import run_program, write_mutant
+from tests.support.compiler import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER
 EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
@@ -16,19 +15,8 @@ EVERY = 1 if EVERYTHING else 512
 QUOTIENTS, RULES = "kernels/cuda/quotients.h", "kernels/cuda/update_rules.h"
 
 
-def run(folder, *includes):
-    program = compile_to(
-        folder / "quotients_test",
-        ROOT / "kernels/include",
-        ROOT / "tests/optim/quotients_test.cpp",
-        flags=OPTIMISED,
-        extra=[f"-I{include}" for include in (*includes, ROOT)],
-    )
-    return subprocess.run([str(program), str(EVERY)], capture_output=True, text=True, check=False)
-
-
 def test_they_are_correctly_rounded(tmp_path):
-    done = run(tmp_path)
+    done = run_program("quotients_test", tmp_path, arguments=[str(EVERY)])
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stdout
 
 
@@ -60,9 +48,6 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS if EVERYTHING else ["any numerator"])
 def test_a_mutant_is_noticed(tmp_path, name):
     header, text, instead = MUTANTS[name]
-    original = (ROOT / header).read_text()
-    assert original.count(text) == 1
-    mutant = tmp_path / header
-    mutant.parent.mkdir(parents=True)
-    mutant.write_text(original.replace(text, instead))
-    assert run(tmp_path, tmp_path).returncode != 0
+    write_mutant(tmp_path, header, text, instead)
+    done = run_program("quotients_test", tmp_path, tmp_path, arguments=[str(EVERY)])
+    assert done.returncode != 0

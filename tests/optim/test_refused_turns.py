@@ -2,31 +2,19 @@
 """Turns that an optimizer's common loop refuses get exact updates (refused_turns_test.cpp)."""
 
 import os
-import subprocess
 
 import pytest
 
-from tests.support import ROOT
-from tests.support.compiler import NEEDS_COMPILER, OPTIMISED, compile_to
+from tests.optim.header_mutants import run_program, write_mutant
+from tests.support.compiler import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER
 EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 HEADER = "kernels/cuda/adamw_lanes.h"
 
 
-def run(folder, *includes):
-    program = compile_to(
-        folder / "refused_turns_test",
-        ROOT / "kernels/include",
-        ROOT / "tests/optim/refused_turns_test.cpp",
-        flags=OPTIMISED,
-        extra=[f"-I{include}" for include in (*includes, ROOT)],
-    )
-    return subprocess.run([str(program)], capture_output=True, text=True, check=False)
-
-
 def test_they_have_the_bits_of_single_updates(tmp_path):
-    done = run(tmp_path)
+    done = run_program("refused_turns_test", tmp_path)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stdout
 
 
@@ -54,9 +42,6 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS if EVERYTHING else ["no turn is refused"])
 def test_a_mutant_is_noticed(tmp_path, name):
     text, instead = MUTANTS[name]
-    original = (ROOT / HEADER).read_text()
-    assert original.count(text) == 1
-    mutant = tmp_path / HEADER
-    mutant.parent.mkdir(parents=True)
-    mutant.write_text(original.replace(text, instead))
-    assert run(tmp_path, tmp_path).returncode != 0
+    write_mutant(tmp_path, HEADER, text, instead)
+    done = run_program("refused_turns_test", tmp_path, tmp_path)
+    assert done.returncode != 0

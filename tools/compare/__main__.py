@@ -3,7 +3,7 @@
 
 The collectives of ringcomm, Gloo, MPICH, Intel MPI and oneCCL, and a training step of ringcomm's
 stages, DDP, FSDP2 and DeepSpeed's ZeRO. In each run all systems take turns in the same processes.
-The session takes about five minutes on two cores. Without options it changes no file of the
+The session first prints an estimate of its length. Without options it changes no file of the
 repository: results, tables and chart go to build/compare.
 """
 

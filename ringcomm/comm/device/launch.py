@@ -880,7 +880,10 @@ class DeviceCallEngine(CallEngine):
             return True
         if self.closed or self.refuse is not None:
             return False
-        return not all(event.query() for event in self._events_of_the_end())
+        # After an error of the device no kernel runs any more; the rank's own calls report it.
+        with suppress(RuntimeError):
+            return not all(event.query() for event in self._events_of_the_end())
+        return False
 
     def set_peer_left(self, peer: int, left: bool) -> None:
         self.device_core.native.mark_lost(peer, left)
