@@ -152,7 +152,7 @@ void Comm::activate() {
     all_read &= view_.control(p)->reads_peers == 1;
   }
   if (all_fence) waiter_.fence_for_all();
-  if (all_read) waiter_.read_processes();
+  if (all_read) waiter_.read_processes(*single_copy_);
   connected_ = true;
 }
 

@@ -15,6 +15,7 @@
 #include "kernels/host/heap.h"
 #include "kernels/host/optimizer_ops.h"
 #include "kernels/host/recorder.h"
+#include "kernels/host/single_copy.h"
 #include "kernels/host/team.h"
 #include "kernels/host/two_levels.h"
 #include "kernels/host/worker_pool.h"
@@ -33,9 +34,11 @@ struct CommConfig {
   uint64_t timeout_ns;
   uint32_t records;  // entries of the flight recorder; 0: no recorder
   std::string name;
-  bool single_copy = true;  // false: ranks do not read each other's process memory
-  int sum_group_size = 0;   // ranks per group of a sum in groups; 0: one sum in rank order
-  int channels = 1;         // the largest number of a rank's threads in a collective
+  // The calls in which this rank lends its plain memory; null: ranks do not read each other's
+  // process memory.
+  std::optional<SingleCopyGain> single_copy = SingleCopyGain{true, true};
+  int sum_group_size = 0;  // ranks per group of a sum in groups; 0: one sum in rank order
+  int channels = 1;        // the largest number of a rank's threads in a collective
 };
 
 struct PeerAddress {
@@ -252,7 +255,8 @@ class Comm {
   uint64_t outside_call_ = 0;  // the sequence number of record_begin()'s call
   View view_;                  // the view of channel 0
   std::mutex mutex_;
-  bool single_copy_, connected_ = false;
+  std::optional<SingleCopyGain> single_copy_;
+  bool connected_ = false;
   int sum_group_size_;
   bool levels_ = false;
 };

@@ -49,8 +49,8 @@ struct SoloTeam : HostTeam {
   static constexpr bool kReadsWhole = false;
   static constexpr bool kReadsProcesses = true;
   bool reads_processes() const { return waiter->reads_processes(); }
-  bool peers_can_read(const void* ptr, uint64_t bytes) const {
-    return waiter->reads_processes() && waiter->peers_can_read(ptr, bytes);
+  bool lends(const void* ptr, uint64_t bytes, bool all_share) const {
+    return waiter->lends(all_share) && waiter->peers_can_read(ptr, bytes);
   }
   // A thread that has left counts as alive here, since its memory can still be read.
   bool has_ended(int peer) const { return !waiter->is_thread(peer) && waiter->has_ended(peer); }

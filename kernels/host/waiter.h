@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/host/single_copy.h"
 #include "ringcomm/core/atomics.h"
 #include "ringcomm/core/team.h"
 #include "ringcomm/protocol/call.h"
@@ -134,9 +135,18 @@ class Waiter {
   // True if peers can read this memory of this process through the operating system, which cannot
   // read a device's memory, for example.
   static bool peers_can_read(const void* ptr, uint64_t bytes);
-  // Called when every rank can read every other rank's process.
-  void read_processes() { reads_processes_ = true; }
+  // Called when every rank can read every other rank's process. This rank lends its memory in
+  // calls for which `gain` is true.
+  void read_processes(SingleCopyGain gain) {
+    reads_processes_ = true;
+    gain_ = gain;
+  }
   bool reads_processes() const { return reads_processes_; }
+  // True if peers should read this process's memory rather than slots; `all_share`: all ranks
+  // share data in the call, not only this rank.
+  bool lends(bool all_share) const {
+    return all_share ? gain_.over_two_copies : gain_.over_one_copy;
+  }
 
   static uint64_t now_ns();
   bool has_ended(int peer) const;
@@ -160,6 +170,7 @@ class Waiter {
  private:
   PausePolicy policy_;
   bool fences_for_all_ = false, reads_processes_ = false;
+  SingleCopyGain gain_{false, false};
   // The time until which yield() returns false, and the length of the last such pause.
   mutable uint64_t busy_until_ns_ = 0, busy_ns_ = 0;
   OtherCall ask_ = nullptr;

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from ringcomm import (
     PeerLost,
     RingcommError,
     UnsupportedError,
+    _native,
 )
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.system_calls import LIBC, NUMBERS, forbid
@@ -39,7 +41,7 @@ def forbid_reading(pid: int, error: int = errno.EPERM) -> None:
     forbid("process_vm_readv", error, first_argument=pid)
 
 
-def _joined(store: Any, rank: int, world: int, single_copy: bool = True) -> Communicator:
+def _joined(store: Any, rank: int, world: int, single_copy: bool | None = True) -> Communicator:
     options = CommOptions(timeout=TIMEOUT_S, single_copy=single_copy)
     return Communicator.from_store(store, rank, world, options=options)
 
@@ -108,7 +110,69 @@ def test_all_ranks_must_want_it():
     run_ranks(_one_does_not_want_it, 2)
 
 
+# The forms of a gain: (with all ranks sharing data, with one rank sharing data).
+GAINS = [(True, True), (True, False), (False, True), (False, False)]
+
+
 needs_filter = pytest.mark.skipif(not NUMBERS, reason="the number of the call is not known here")
+
+
+def _calls_that_lend(store, rank, world, gain):
+    """Returns the calls that fail once rank 1 is forbidden to read rank 0, which has ``gain``."""
+    pids = _pids(store, rank, world)
+    plain = torch.zeros(world * REDUCED // 4)
+    part = plain[: SHARED // 4]
+    calls: dict[str, Any] = {
+        "all_gather": lambda comm: comm.all_gather([part.clone() for _ in range(world)], part),
+        "broadcast from 0": lambda comm: comm.broadcast(part, 0),
+        "broadcast from 1": lambda comm: comm.broadcast(part, 1),
+        "all_reduce": lambda comm: comm.all_reduce(plain),
+    }
+    # A failed call ends its communicator, so each call has its own.
+    own_gain = gain if rank == 0 else (False, False)
+    with mock.patch.object(_native, "single_copy_gain", return_value=own_gain):
+        comms = {name: _joined(store, rank, world, single_copy=None) for name in calls}
+    assert all(map(_copies_once, comms.values()))
+    if rank == 1:
+        forbid_reading(pids[0])
+    failed = []
+    for name, call in calls.items():
+        try:
+            call(comms[name])
+        except UnsupportedError:
+            failed.append(name)
+    return failed
+
+
+@needs_filter
+@pytest.mark.parametrize(
+    ("gain", "calls"),
+    [
+        ((False, False), []),
+        ((False, True), ["broadcast from 0"]),
+        ((True, False), ["all_gather", "all_reduce"]),
+        ((True, True), ["all_gather", "broadcast from 0", "all_reduce"]),
+    ],
+)
+def test_a_rank_lends_in_calls_in_which_it_measured_a_gain(gain, calls):
+    """Only the first rank measured a gain, so the second stages its data."""
+    assert run_ranks(_calls_that_lend, 2, gain) == [calls, calls]
+
+
+def test_the_measurement_is_made_once():
+    first = _native.single_copy_gain()
+    assert all(type(each) is bool for each in first) and len(first) == 2
+    assert _native.single_copy_gain() == first
+
+
+def _cannot_read_itself(store, rank, world):
+    forbid_reading(os.getpid())
+    return _native.single_copy_gain()
+
+
+@needs_filter
+def test_a_process_that_cannot_read_itself_stages():
+    assert run_ranks(_cannot_read_itself, 1) == [(False, False)]
 
 
 def _refused_from_the_start(store, rank, world):

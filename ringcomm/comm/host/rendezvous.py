@@ -367,6 +367,14 @@ def _check_ids(
             )
 
 
+def _single_copy_gain(asked: bool | None, world_size: int) -> tuple[bool, bool] | None:
+    """Returns in which calls this rank lends its memory: NOTE [Single copy] in endpoint.h."""
+    if asked is not None:
+        return (True, True) if asked else None
+    # Measured only where ranks may lend at all, since it takes milliseconds.
+    return _native.single_copy_gain() if world_size == _native.SINGLE_COPY_RANKS else None
+
+
 def _make_core(heap: _native.Heap, membership: Membership) -> _native.Comm:
     options = membership.options
     world_size = len(membership.ranks)
@@ -381,7 +389,7 @@ def _make_core(heap: _native.Heap, membership: Membership) -> _native.Comm:
             timeout_ms=round(options.timeout_s * 1000),
             records=options.records,
             name=membership.name,
-            single_copy=options.single_copy,
+            single_copy=_single_copy_gain(options.single_copy, world_size),
             sum_group_size=options.sum_group_size,
         )
     except OSError as error:

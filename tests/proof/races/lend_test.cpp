@@ -58,7 +58,7 @@ struct Team {
   static const CallHeader* other_call_recorded(const CallId&, int) { return nullptr; }
   static void wake(uint32_t*) {}
   static bool reads_processes() { return true; }
-  static bool peers_can_read(const void*, uint64_t) { return true; }
+  static bool lends(const void*, uint64_t, bool) { return true; }
   bool has_ended(int) const { return shared->ended; }
   Status read_process(int, void* to, const void* from, uint64_t bytes) const {
     event();

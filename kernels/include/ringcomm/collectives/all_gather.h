@@ -70,11 +70,11 @@ struct Sharing {
 
 template <class E, class Part = typename E::Part>
 RC_TEAM_FN Sharing<Part> sharing_of(const E& e, const Part& input, const Part& own_output,
-                                    bool shares) {
+                                    bool shares, bool all_share) {
   if (!shares || e.world() == 1) return {input, false, false, 0};
   if (e.zero_copy(input)) return {input, true, false, 1};
   if (input.ptr != own_output.ptr && e.zero_copy(own_output)) return {own_output, true, true, 1};
-  if (e.single_copy(input, kSingleCopyMinBytes)) return {input, true, false, 1};
+  if (e.single_copy(input, kSingleCopyMinBytes, all_share)) return {input, true, false, 1};
   return {input, false, false, e.pieces(input.bytes)};
 }
 
@@ -115,7 +115,7 @@ RC_TEAM_FN Status share_one_shot(E& e, Span whole_input, const Chunks& out, int 
   using Part = typename E::Part;
   const Part input = e.part(whole_input),
              own = i_share ? e.part(out.get(e.rank())) : Part{{nullptr, 0}};
-  const Sharing<Part> sharing = sharing_of(e, input, own, i_share);
+  const Sharing<Part> sharing = sharing_of(e, input, own, i_share, root < 0);
   const auto shares = [&](int p) { return root < 0 || root == p; };
   const auto dst_of = [&](int p) { return e.part(out.get(p)); };
   const auto bytes_of = [&](int p) { return dst_of(p).bytes; };

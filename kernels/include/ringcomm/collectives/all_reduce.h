@@ -73,7 +73,7 @@ template <class E>
 RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out) {
   const Peers all{1, e.world()};
   const typename E::Part mine = e.part(in.get(e.rank())), result = e.part(out.get(e.rank()));
-  const bool stays = e.zero_copy(result) || e.single_copy(result, kSingleCopyMinResultBytes);
+  const bool stays = e.zero_copy(result) || e.single_copy(result, kSingleCopyMinResultBytes, true);
   const auto dst_of = [&](int p) { return e.part(out.get(p)); };
   const auto shares = [](int) { return true; };
   const uint32_t out_items = most_items(e, in, -1), shared_items = e.pieces(result.bytes);

@@ -19,7 +19,7 @@
 //   static constexpr bool kReadsProcesses   the team copies from peers' processes (host); see
 //                                    NOTE [Single copy] for reads_processes(), read_process(peer,
 //                                    to, from, bytes), has_ended(peer) and
-//                                    peers_can_read(ptr, bytes)
+//                                    lends(ptr, bytes, all_share)
 //   void sync()                      waits for all lanes of the team; orders their memory accesses
 //   Status share(Status)             gives all lanes a failure of any lane; also a sync()
 //   bool pause(Pause&)               called by a lane between two polls of a signal. True when it
