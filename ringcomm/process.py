@@ -12,10 +12,11 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
+from types import FrameType
 from typing import TypeVar
 
 __all__ = [
@@ -207,22 +208,18 @@ def largest_file_bytes() -> int | None:
 
 
 PREFIX = "RINGCOMM_"
-# docs/reference/environment.md describes each variable.
-KNOWN = frozenset(
+# docs/reference/environment.md describes each variable. USERS is for users.
+USERS = frozenset(
     PREFIX + name
     for name in (
-        # For users.
-        *(
-            "HEAP_BYTES",
-            "HEAP_DIR",
-            "CUDA_HEAP_BYTES",
-            "CUDA_HEAP",
-            "NODE_ID",
-            "MASTER_PORT",
-            "THREADS",
-        ),
-        *("SOCKET_IFNAME", "TRACE_DIR", "CACHE_DIR", "COMMIT", "BACKEND", "BUILD_BACKEND"),
-        "KERNELS",
+        *("HEAP_BYTES", "HEAP_DIR", "CUDA_HEAP_BYTES", "CUDA_HEAP", "NODE_ID", "MASTER_PORT"),
+        *("THREADS", "SOCKET_IFNAME", "TRACE_DIR", "CACHE_DIR", "COMMIT", "BACKEND"),
+        *("BUILD_BACKEND", "KERNELS"),
+    )
+)
+KNOWN = USERS | frozenset(
+    PREFIX + name
+    for name in (
         # Passed from the commands to the processes that they start.
         *("STORE_PORT", "STORE_FD", "BENCH_STORE", "BENCH_TERMINAL"),
         # Used by the tests.
@@ -236,18 +233,35 @@ _warned: set[str] = set()
 def warn_of_unknown() -> None:
     """Warns once of each environment variable ``RINGCOMM_*`` that nothing reads.
 
-    The warning names the known variable with the most similar name.
+    The warning names the known variable with the most similar name, or all variables for users if
+    no name is similar. It points at the line that called ringcomm. torchrun gives all ranks of a
+    node the same environment, so only local rank 0 warns.
     """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
     unknown = {name for name in os.environ if name.startswith(PREFIX)} - KNOWN - _warned
     _warned.update(unknown)
     for name in sorted(unknown):
         # Without the prefix, since it would make all names similar.
         endings = {known.removeprefix(PREFIX): known for known in sorted(KNOWN)}
         near = get_close_matches(name.removeprefix(PREFIX).upper(), endings, n=1)
-        meant = f" Did you mean {endings[near[0]]}?" if near else ""
+        advice = f"Did you mean {endings[near[0]]}?" if near else f"Known are {_listed(USERS)}."
         warnings.warn(
-            f"the environment variable {name} has no effect: ringcomm knows no variable of this "
-            f"name.{meant} All of them are in docs/reference/environment.md",
+            f"ringcomm has no environment variable {name}, so it has no effect. {advice}",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=1 + _frames_of_ringcomm(),
         )
+
+
+def _listed(names: Iterable[str]) -> str:
+    *others, last = sorted(names)
+    return f"{', '.join(others)} and {last}"
+
+
+def _frames_of_ringcomm() -> int:
+    """Returns how many frames of this package are between the caller and the program's code."""
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "ringcomm":
+        frame, count = frame.f_back, count + 1
+    return count

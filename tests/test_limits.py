@@ -2,12 +2,14 @@
 """The limits that a process has, read from cgroup files with the contents of real systems."""
 
 import os
+import re
 import warnings
 
 import pytest
 
 from ringcomm import process as limits
 from ringcomm import process as variables
+from ringcomm.cli import main
 
 CGROUP2 = "31 24 0:27 {root} {at} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 VERSION_1 = "36 31 0:31 {root} {at} rw,nosuid - cgroup cgroup rw,{controllers}\n"
@@ -106,26 +108,57 @@ def test_this_process_has_readable_control_groups():
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
+    ("name", "advice"),
     [
         ("RINGCOMM_HEAP_BYTE", "Did you mean RINGCOMM_HEAP_BYTES?"),
         ("RINGCOMM_TRACEDIR", "Did you mean RINGCOMM_TRACE_DIR?"),
         ("RINGCOMM_heap_bytes", "Did you mean RINGCOMM_HEAP_BYTES?"),
         ("RINGCOMM_Trace_Dir", "Did you mean RINGCOMM_TRACE_DIR?"),
         ("RINGCOMM_IFNAME", "Did you mean RINGCOMM_SOCKET_IFNAME?"),
-        ("RINGCOMM_9", ""),
+        ("RINGCOMM_9", "Known are RINGCOMM_BACKEND, "),
     ],
 )
-def test_an_unknown_variable_is_warned_of_once(monkeypatch, name, near):
+def test_an_unknown_variable_is_warned_of_once(monkeypatch, name, advice):
     monkeypatch.setattr(variables, "_warned", set())
     monkeypatch.setenv(name, "1")
     for known in variables.KNOWN:
         monkeypatch.setenv(known, "1")
-    with pytest.warns(RuntimeWarning, match=f"{name} has no effect") as warned:
+    with pytest.warns(RuntimeWarning, match=f"variable {name}, so it has no effect") as warned:
         variables.warn_of_unknown()
     assert len(warned) == 1
-    assert near in str(warned[0].message)
-    assert near or "Did you mean" not in str(warned[0].message)
+    assert advice in str(warned[0].message)
+    assert ("Known are" in str(warned[0].message)) == ("Known are" in advice)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         variables.warn_of_unknown()
+
+
+def test_variables_for_users_are_listed_if_no_name_is_similar(monkeypatch):
+    monkeypatch.setattr(variables, "_warned", set())
+    monkeypatch.setenv("RINGCOMM_9", "1")
+    with pytest.warns(RuntimeWarning) as warned:
+        variables.warn_of_unknown()
+    listed = set(re.findall(r"RINGCOMM_[A-Z_]+", str(warned[0].message)))
+    assert listed == variables.USERS < variables.KNOWN
+
+
+@pytest.mark.parametrize(("local_rank", "count"), [(None, 1), ("0", 1), ("1", 0)])
+def test_only_the_first_rank_of_a_node_warns(monkeypatch, local_rank, count):
+    monkeypatch.setattr(variables, "_warned", set())
+    monkeypatch.setenv("RINGCOMM_HEAP_BYTE", "1")
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        variables.warn_of_unknown()
+    assert len(warned) == count
+
+
+def test_the_warning_points_at_the_line_that_called_ringcomm(monkeypatch):
+    monkeypatch.setattr(variables, "_warned", set())
+    monkeypatch.setenv("RINGCOMM_HEAP_BYTE", "1")
+    with pytest.warns(RuntimeWarning, match="HEAP_BYTE,") as warned:
+        main(["estimate", "memory", "--params", "1M", "--world", "2"])
+    assert warned[0].filename == __file__

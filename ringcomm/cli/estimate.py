@@ -71,7 +71,7 @@ MODEL: Options = {
     "context": (parse_count, None, "tokens per sequence"),
     "vocab": (parse_count, None, "entries of the vocabulary"),
     "untied": (None, False, "the output layer of the GPT-2 has a matrix of its own"),
-    "world": (parse_count, ..., "ranks on all nodes"),
+    "world": (parse_count, None, "ranks on all nodes; required"),
     "nodes": (parse_count, 1, "nodes, with equally many ranks each"),
     "stage": (forms.STAGES, None, "ZeRO stage; default: all stages"),
     "preset": (PRESETS, "bf16-mixed", "dtypes, as in zero.Precision.preset()"),
@@ -131,7 +131,8 @@ EXPERTS: Options = {
     "tokens": (parse_count, ..., "tokens per rank and forward"),
     "expert-params": (parse_count, None, "elements per expert; default: 8 x hidden x hidden"),
     "group": (parse_count, None, "ranks that share the experts; default: a node's, and all"),
-    **{name: MODEL[name] for name in ("world", "nodes", "stage", "preset", "json")},
+    "world": (parse_count, ..., "ranks on all nodes"),
+    **{name: MODEL[name] for name in ("nodes", "stage", "preset", "json")},
 }
 
 
@@ -205,7 +206,20 @@ def _disk(args: argparse.Namespace) -> Disk:
     return Disk("disk", round(args.buffer_mib * MIB), round(args.resident_gb * GB))
 
 
+def _check_required(args: argparse.Namespace) -> None:
+    """Raises ArgumentError that names all missing options together."""
+    sizes = [getattr(args, name) for name in SIZES]
+    missing = []
+    if {args.params, args.module, *sizes} == {None} and not args.untied:
+        missing.append("--params, --module, or --layers and the other sizes")
+    if args.world is None:
+        missing.append("--world")
+    if missing:
+        raise ArgumentError(f"expected {'; and '.join(missing)}")
+
+
 def _training(args: argparse.Namespace) -> forms.Training:
+    _check_required(args)
     precision = Precision.preset(args.preset)
     if args.reduce is not None:
         precision = replace(precision, reduce=precision.param if args.reduce == "param" else None)
@@ -252,10 +266,8 @@ def _model(args: argparse.Namespace) -> forms.ModelElems:
     shape = _shape(args)
     if args.module is not None and args.params is None:
         return forms.ModelElems.of_module(build_on_meta(args.module))
-    if args.module is not None or (shape is None and args.params is None):
-        raise ArgumentError(
-            "expected --params, --module, or --layers and the other sizes, got none of them"
-        )
+    if args.module is not None:
+        raise ArgumentError("expected --params or --module, got both")
     if shape is None:
         return forms.ModelElems(args.params)
     return replace(shape.model, trainable=args.params or shape.model.trainable)

@@ -301,8 +301,8 @@ def test_tables_fit_100_columns(estimate, arguments):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "expected --params, --module, or --layers and the other sizes"),
-        (("--params", "1M", "--module", "a:b"), "expected --params, --module, or --layers"),
+        ((), "error: expected --params, --module, or --layers and the other sizes"),
+        (("--params", "1M", "--module", "a:b"), "expected --params or --module, got both"),
         (("--layers", 2, "--heads", 2), "a transformer needs --width, --context, --vocab too"),
         (("--params", "1M", "--untied"), "a transformer needs --layers, --width"),
         ((*GPT2, "--heads", 7), "expected a width that is a multiple of 7 heads, got 768"),
@@ -338,6 +338,14 @@ def test_what_makes_no_sense_is_refused(estimate, modules, arguments, says):
     assert lines[2].startswith("ringcomm estimate memory: error: ") and says in lines[2]
 
 
+def test_all_missing_options_are_named_together(estimate):
+    code, _, err = estimate("memory", "--params", "1M")
+    assert code == 2 and err.endswith("error: expected --world\n")
+    code, _, err = estimate("step", "--stage", 3)
+    sizes = "--params, --module, or --layers and the other sizes"
+    assert code == 2 and err.endswith(f"error: expected {sizes}; and --world\n")
+
+
 def test_times_need_all_rates(estimate):
     code, _, err = estimate("step", *COUNT, *TIMES[:4])
     assert code == 2 and "times need --tokens, --peak-tflops and --bandwidth" in err
@@ -356,7 +364,7 @@ def test_times_need_all_rates(estimate):
     ("arguments", "says"),
     [
         ((), "the following arguments are required: SUBJECT"),
-        (("memory", "--params", "1M"), "the following arguments are required: --world"),
+        (("experts",), "the following arguments are required: --experts, --hidden, --tokens, --wo"),
         (("memory", "--params", "many", "--world", 2), "such as 7.5B, 125M or 1.3e9, got 'many'"),
         (("memory", *COUNT, "--stage", 4), "--stage: invalid choice"),
         (("memory", *COUNT, "--compression", "int2"), "--compression: invalid choice"),

@@ -41,7 +41,16 @@ def test_a_target_that_does_not_exist_is_found() -> None:
 def test_an_issue_form_can_be_read(path: Path) -> None:
     form = yaml.safe_load(path.read_text())
     for field in form.get("body", []):
-        assert field["attributes"]["label"] and field["type"] == "textarea"
+        if field["type"] == "markdown":
+            assert field["attributes"]["value"]
+        else:
+            assert field["attributes"]["label"] and field["type"] == "textarea"
+
+
+def test_the_form_for_bugs_sends_vulnerabilities_elsewhere() -> None:
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    assert "`SECURITY.md`" in form["body"][0]["attributes"]["value"]
+    assert (ROOT / "SECURITY.md").exists()
 
 
 def test_the_citation_has_the_version_of_the_package() -> None:
