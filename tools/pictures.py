@@ -215,11 +215,6 @@ def bandwidth() -> Sheet:
     ).sheet()
 
 
-def headline() -> Sheet:
-    """Draws the times of other systems at 64 MiB, as multiples of ringcomm's, from one run."""
-    return ratio_bars([read(RESULTS / "2ranks-float-heap.csv")], "run")
-
-
 # Systems of collectives on CPUs, with their names and colours.
 _LIBRARIES = (
     *(("gloo", "Gloo", "orange"), ("mpi", "MPICH", "green")),
@@ -227,10 +222,10 @@ _LIBRARIES = (
 )
 
 
-def ratio_bars(reports: Sequence[Report], unit: str) -> Sheet:
+def ratio_bars(reports: Sequence[Report]) -> Sheet:
     """Draws the systems' times at the largest size in ``reports``, as multiples of ringcomm's.
 
-    ``unit`` is "run" or "session": all systems were measured in one.
+    All systems were measured in one session.
     """
     size_bytes = max(row.size_bytes for report in reports for row in report.rows)
     ratios = {
@@ -251,7 +246,7 @@ def ratio_bars(reports: Sequence[Report], unit: str) -> Sheet:
     sheet = Sheet(
         bottom + 56,
         f"Collectives of {size}: the time of other libraries over the time of ringcomm",
-        f"Two ranks on CPUs, FP32, tensors in the heap, all systems in one {unit}: {told} as long "
+        f"Two ranks on CPUs, FP32, tensors in the heap, all systems in one session: {told} as long "
         f"as ringcomm. Measured on {machine}.",
     )
     heading = f"Collectives of {size}, 2 ranks: how many times as long as ringcomm"
@@ -263,7 +258,7 @@ def ratio_bars(reports: Sequence[Report], unit: str) -> Sheet:
         sheet.text(228, y + 17, name, "f-ink", text_anchor="end")
         sheet.bar(240, y, ratio * scale, colour)
         sheet.text(247 + ratio * scale, y + 17, f"{_multiple(ratio)}{lost}", "f-ink b")
-    note = f"FP32 tensors in the heap; {machine}; one {unit}, medians of rounds"
+    note = f"FP32 tensors in the heap; {machine}; one session, medians of rounds"
     sheet.text(27, bottom + 38, note)
     return sheet
 
@@ -350,7 +345,6 @@ def training() -> Sheet:
 PICTURES: dict[str, Callable[[], Sheet]] = {
     "bandwidth": bandwidth,
     "bandwidth-h100": bandwidth_gpu,
-    "headline": headline,
     "training": training,
 }
 

@@ -10,7 +10,6 @@ from functools import cache
 
 import pytest
 
-from ringcomm.bench import report
 from tests.packaging.documents import DOCUMENTS, GUIDES, anchors_of, name_of, without_code
 from tests.support import ROOT, fork_server
 from tests.support.covering import EVERY_CASE
@@ -41,27 +40,6 @@ def test_a_readme_example_runs(tmp_path, number):
     assert done.returncode == 0, done.stderr
     for expected in re.findall(r"# (tensor\(.*\))", EXAMPLES[number]):
         assert expected in done.stdout
-
-
-@pytest.mark.parametrize("tensors", ["heap", "plain"])
-def test_the_readme_shows_the_recorded_figures(tensors):
-    """64 MiB on two ranks; torch.distributed has all_reduce only in place."""
-    readme = (ROOT / "README.md").read_text()
-    recorded = report.read(ROOT / "bench" / "results" / f"2ranks-float-{tensors}.csv")
-    for collective, placement in (
-        ("reduce_scatter", "out"),
-        ("all_gather", "out"),
-        ("all_reduce", "in"),
-    ):
-        rows = {
-            row.system: row
-            for row in recorded.rows
-            if (row.collective, row.placement, row.size_bytes) == (collective, placement, 64 << 20)
-        }
-        cells = [f"{(rows['ringcomm'].time_us or 0) / 1e3:.1f} ms"]
-        cells += [f"{rows[system].ratio:.1f}x" for system in ("gloo", "mpi")]
-        assert f"| {collective} | {tensors} | {' | '.join(cells)} |" in readme
-    assert recorded.provenance["cpu"] in readme and recorded.provenance["load"].split()[0] in readme
 
 
 def lost_links(text, path):

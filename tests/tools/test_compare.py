@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make compare``: tables and chart of fixed results, its runs, and the page with its tables."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -177,15 +178,25 @@ def test_tables_are_replaced_between_the_markers():
             page.replaced(wrong, "new")
 
 
-def test_the_page_has_the_tables_of_the_recorded_session():
-    """If it has not: make compare OPTIONS='--render --record' with the results in build/compare."""
-    _, found, _ = page.parts(page.PAGE.read_text())
-    if not command.RECORDED.exists():
-        assert found == "No session has been recorded yet."
-        return
+def test_the_pages_have_the_tables_of_the_recorded_session():
+    """If not: make compare OPTIONS="--render --record" with the results in build/compare."""
     recorded = session.read_session(command.RECORDED)
-    assert found == command.recorded_tables(recorded).strip()
+    for path, expected in (
+        (page.PAGE, command.recorded_tables(recorded)),
+        (page.README, tables.readme_table(recorded)),
+    ):
+        assert page.parts(path.read_text())[1] == expected.strip()
     assert (page.PICTURES / command.CHART).read_text() == command.chart(recorded)
+
+
+def test_the_highlight_of_the_readme_is_of_the_recorded_session():
+    recorded = session.read_session(command.RECORDED)
+    lines = [line for line in tables.largest_lines(recorded) if line.cells[1] == "heap"]
+    highlight = re.sub(r"\s+", " ", page.README.read_text())
+    for name, verb in (("Gloo", " takes"), ("MPICH", "")):
+        ratios = [ratio for line in lines for ratio in [line.ratios[name]] if ratio is not None]
+        between = f"{min(ratios):.2g} to {max(ratios):.2g}"
+        assert len(ratios) == len(lines) and f"{name}{verb} {between} times" in highlight
 
 
 # ---- the session ----------------------------
@@ -263,13 +274,16 @@ def page_of(folder):
 
 @pytest.fixture
 def folders(monkeypatch, tmp_path):
-    """Folders of a session in which only MPICH is missing, and a page for its tables."""
+    """Folders of a session in which only MPICH is missing, and two pages for its tables."""
     pictures = tmp_path / "docs" / "pictures"
     pictures.mkdir(parents=True)
-    page_of(tmp_path).write_text(f"{page.BEGIN}\n\nold\n\n{page.END}\n")
+    readme = tmp_path / "README.md"
+    for path in (page_of(tmp_path), readme):
+        path.write_text(f"{page.BEGIN}\n\nold\n\n{page.END}\n")
     monkeypatch.setattr(command, "FOLDER", tmp_path / "build")
     monkeypatch.setattr(command, "RECORDED", tmp_path / "recorded")
     monkeypatch.setattr(command, "PAGE", page_of(tmp_path))
+    monkeypatch.setattr(command, "README", readme)
     monkeypatch.setattr(command, "PICTURES", pictures)
     monkeypatch.setattr(session, "deepspeed_reason", lambda: "")
     monkeypatch.setattr(session, "reason", lambda phase, log: REASON * ("mpi" in phase.words))
@@ -301,6 +315,9 @@ def test_a_recorded_session_is_on_the_page(monkeypatch, folders):
     _, found, _ = page.parts(page_of(folders).read_text())
     recorded = session.read_session(folders / "recorded")
     assert found == command.recorded_tables(recorded).strip() and "pictures/compare.svg" in found
+    _, in_readme, _ = page.parts((folders / "README.md").read_text())
+    assert in_readme == tables.readme_table(recorded).strip()
+    assert "| all_gather | plain |" in in_readme and "not available" in in_readme
     assert (folders / "docs" / "pictures" / "compare.svg").read_text() == command.chart(recorded)
     # What exists already is put there without a run.
     page_of(folders).write_text(f"{page.BEGIN}{page.END}")

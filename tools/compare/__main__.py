@@ -19,8 +19,8 @@ from ringcomm.cli.phases import INTERRUPTED, Phase, run_phase
 from tools.pictures import ratio_bars
 
 from . import session as plan
-from .page import PAGE, PICTURES, ROOT, replaced
-from .tables import block
+from .page import PAGE, PICTURES, README, ROOT, replaced
+from .tables import block, readme_table
 
 FOLDER = ROOT / "build" / "compare"
 RECORDED = ROOT / "bench" / "results" / "compare"
@@ -62,15 +62,15 @@ def write(session: plan.Session, tables: Path, picture: Path) -> list[Path]:
 
 
 def record(session: plan.Session) -> list[Path]:
-    """Puts the tables into the page, and the chart beside its pictures; returns the paths."""
+    """Puts the tables into the pages, and the chart beside the pictures; returns the paths."""
     (PICTURES / CHART).write_text(chart(session), encoding="utf-8")
-    text = replaced(PAGE.read_text(encoding="utf-8"), recorded_tables(session))
-    PAGE.write_text(text, encoding="utf-8")
-    return [PAGE, PICTURES / CHART]
+    for path, tables in ((PAGE, recorded_tables(session)), (README, readme_table(session))):
+        path.write_text(replaced(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    return [PAGE, README, PICTURES / CHART]
 
 
 def recorded_tables(session: plan.Session) -> str:
-    """Returns the tables of a session as the page has them."""
+    """Returns the tables of a session as docs/performance.md has them."""
     return block(session, f"{PICTURES.name}/{CHART}")
 
 
@@ -78,7 +78,7 @@ def chart(session: plan.Session) -> str:
     """Draws the ratios of heap tensors at the largest size; "" if no system was measured."""
     runs = [f"{plan.TENSORS[0]}-{launch}" for launch in plan.LAUNCHES]
     reports = [session.reports[run] for run in runs if run in session.reports]
-    return ratio_bars(reports, "session").svg() if reports else ""
+    return ratio_bars(reports).svg() if reports else ""
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page with the tables of ``make compare``, between two markers."""
+"""The pages with tables of ``make compare``, between two markers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
 PICTURES = ROOT / "docs" / "pictures"
 BEGIN = "<!-- make compare: begin -->"
 END = "<!-- make compare: end -->"
@@ -20,7 +21,7 @@ def parts(page: str) -> tuple[str, str, str]:
     before, begin, rest = page.partition(BEGIN)
     tables, end, after = rest.partition(END)
     if not begin or not end or BEGIN in rest or END in after:
-        raise ValueError(f"{PAGE.name}: expected {BEGIN} and then {END}, each once")
+        raise ValueError(f"expected {BEGIN} and then {END} in a page, each once")
     return before, tables.strip("\n"), after
 
 

@@ -82,6 +82,18 @@ def collective_lines(session: Session) -> list[Line]:
     return lines
 
 
+def largest_lines(session: Session) -> list[Line]:
+    """Returns the lines of collectives at the largest size, without the size."""
+    lines = collective_lines(session)
+    largest = lines[-1].cells[1] if lines else ""
+    return [
+        Line((name, tensors), line.time_us, line.ratios)
+        for line in lines
+        for name, size, tensors in [line.cells]
+        if size == largest
+    ]
+
+
 def training_lines(session: Session) -> list[Line]:
     """Returns a line for each of the stages 1 to 3."""
     report = session.reports.get(TRAINING_RUN)
@@ -176,6 +188,12 @@ def block(session: Session, picture: str) -> str:
             parts += [markdown(head, lines), [summary(lines)]]
     parts += [[f"{name} was {NOT_AVAILABLE}: {why}"] for name, why in session.reasons.items()]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def readme_table(session: Session) -> str:
+    """Returns the table of the README: collectives at the largest size."""
+    table = markdown(("collective", "tensors"), largest_lines(session))
+    return "\n".join([*table, "", _circumstances(session.reports)]) + "\n"
 
 
 _EXPLANATION = (
