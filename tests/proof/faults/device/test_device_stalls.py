@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import torch
 import ringcomm
 from ringcomm import AbortedError, CollectiveTimeout, CommOptions
 from tests.support.device_worlds import Devices, device_of
-from tests.support.emulator import handles
+from tests.support.emulator import DriverError, handles
 from tests.support.emulator.library import COMPILER
 
 pytestmark = [
@@ -228,6 +229,25 @@ def test_a_rank_that_returns_before_its_kernel_runs_is_not_lost():
         tensors = world.run(body)
         world.close()
         assert all(torch.equal(tensor, full(2.0)) for tensor in tensors)
+    finally:
+        devices.close()
+
+
+def test_a_device_in_error_keeps_no_rank_busy(monkeypatch: pytest.MonkeyPatch):
+    """An event that is not done keeps a rank busy; an event whose query fails does not."""
+    devices = Devices("emulated", devices=1)
+    failing, open_event = mock.Mock(), mock.Mock()
+    failing.query.side_effect = DriverError(700, "an illegal memory access was encountered")
+    open_event.query.return_value = False
+    try:
+        with devices.new_world(1, (0,), CommOptions(timeout=LONG_S)) as world:
+            engine: Any = world[0].engine
+            assert not engine.is_busy()
+            monkeypatch.setattr(engine, "_events_of_the_end", lambda: [open_event])
+            assert engine.is_busy()
+            monkeypatch.setattr(engine, "_events_of_the_end", lambda: [failing, open_event])
+            assert not engine.is_busy()
+            monkeypatch.undo()
     finally:
         devices.close()
 
