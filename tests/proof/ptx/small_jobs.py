@@ -69,6 +69,7 @@ FEW = dict.fromkeys(("plain", "heap", "mixed"), FEW_ELEMS)
 SOME = dict.fromkeys(FEW, SOME_ELEMS)
 MANY = {"plain": SOME_ELEMS, "heap": MANY_ELEMS, "mixed": MANY_ELEMS}
 STEP_ELEMS = (6_001, 40, 3)
+NORM_ELEMS = 2_048  # of a rank
 # Two ranks share a device and a launch. In a ring of two both neighbours would be one rank.
 RANKS = 3
 CALLS_PER_CLEARING = 1 << 24  # kCallsPerClearing, ll.h
@@ -426,6 +427,40 @@ def _norm_alone(comm: Communicator) -> None:
     assert torch.equal(on_host(words), wanted)
 
 
+def _norm(algorithm: str) -> Callable[[Communicator], None]:
+    """Reduces gradients and their norm, without a later call that would order the same reads.
+
+    An optimizer adds the ranks' norms in another collective, which hides a missing order.
+    """
+    code, sums = _native.ALGORITHMS[algorithm], _native.OPS["SUM"]
+    kind = _native.GRAD_NORM_KINDS["l2"]
+
+    def body(comm: Communicator) -> None:
+        elems, dtype = NORM_ELEMS * comm.world_size, _native.DTYPES["float32"]
+        outs = []
+        for turn in range(3):
+            values = new_values(turn, comm.world_size, elems)
+            grads = put(comm, values[comm.rank], "heap")
+            out = room(comm, NORM_ELEMS, torch.float32, "plain")
+            words = torch.zeros(_native.GRAD_NORM_WORDS, dtype=torch.int64)
+            into = (out.data_ptr(), False, kind, words.data_ptr())
+            given = (grads.data_ptr(), elems, dtype, sums, *into, code, 0)
+
+            def norm(core: Core, given: Any = given) -> int:
+                return device_comm_of(core).reduce_scatter_norm(*given)
+
+            comm.engine.start_call(Call("reduce_scatter_norm", norm, [out, grads]))
+            _write_over(comm, grads)
+            outs.append((out, torch.stack(values).sum(0).chunk(comm.world_size)[comm.rank], words))
+        for out, want, words in outs:
+            wanted = torch.zeros_like(words)
+            _native.grad_norm(want.data_ptr(), dtype, NORM_ELEMS, kind, wanted.data_ptr())
+            assert torch.equal(on_host(out), want)
+            assert torch.equal(on_host(words), wanted)
+
+    return body
+
+
 def _steps(algorithm: str, clip: bool) -> Callable[[Communicator], None]:
     """AdamW with gradients of small integers, whose sums are exact in any order."""
 
@@ -478,6 +513,8 @@ JOBS: dict[str, Callable[[Communicator], None]] = {
     "ll comes around": _come_around,
     "absent": _absent(stays=True),
     "lost": _absent(stays=False),
+    "one-shot norm alone": _norm("one_shot"),
+    "ring norm alone": _norm("ring"),
     "one-shot step": _steps("one_shot", False),
     "ring step": _steps("ring", False),
     "one-shot norm": _steps("one_shot", True),

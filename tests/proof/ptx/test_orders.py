@@ -94,12 +94,21 @@ SURVIVORS = {
     r"(barrier|fence) of clear_other_set$": (
         "the interpreter keeps strong stores in order; see tests/proof/model/ll.pml"
     ),
-    r"adamw_float32/float32: acquire of drained$": (
+    r"adamw_float32/(float32|norm): acquire of drained$": (
         "a step reads what its peers have lent, too, so that a fence stands behind the wait"
     ),
-    r"adamw_float32/float32: acquire of find_link$": (
+    r"adamw_float32/(float32|norm): acquire of find_link$": (
         "the host waits between the steps of a job, which tells their kernels what others read; of "
         "calls between which it does not, the reductions' kernels show the same access"
+    ),
+    r"adamw_float32/float32: barrier of (begin_step|consume|own_gradients)$": (
+        "update_lanes() has another barrier before any lane reads what they order"
+    ),
+    r"adamw_float32/float32: barrier of (return_offers \(1\)|reduce_scatter_ring \(4\))$": (
+        "an update ends with the barriers of end_turns()"
+    ),
+    r"adamw_float32/norm: barrier of await_slot$": (
+        "reduce_hop() has another barrier before a lane writes the slot"
     ),
     r"barrier of prepare_kernel$": "what is changed behind it no other lane reads",
 }
