@@ -133,7 +133,8 @@ RC_TEAM_FN Status begin_call(Team& team, const CallArgs& args, Workspace& w) {
     const View& v = w.view;
     const bool counts = args.collective != Collective::kSend;
     const uint64_t sequence = counts ? w.sequence + 1 : 0;
-    if (counts) v.channel_line(team.channel())->sequence = sequence;
+    // Strong, since the host reads the word while the kernel runs (DeviceCore.look()).
+    if (counts) store_relaxed_sys(&v.channel_line(team.channel())->sequence, sequence);
     w.mine = CallHeader{
         CallId{sequence, args.match_bytes, args.collective, args.dtype, args.redop, args.root,
                args.algorithm, args.sliced ? Kernels::kSliced : Kernels::kNative},

@@ -45,6 +45,10 @@ __device__ __forceinline__ void store_relaxed_sys(uint32_t* word, uint32_t value
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_relaxed_sys(uint64_t* word, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
 __device__ __forceinline__ void fence_seq_cst_sys() { asm volatile("fence.sc.sys;" ::: "memory"); }
 
 __device__ __forceinline__ uint32_t exchange_acq_rel_sys(uint32_t* word, uint32_t value) {
@@ -118,7 +122,6 @@ RC_FN void store_relaxed_sys(uint32_t* word, uint32_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELAXED);
 }
 
-// Stores a word of the flight recorder, which only hosts keep.
 RC_FN void store_relaxed_sys(uint64_t* word, uint64_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELAXED);
 }
