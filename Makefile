@@ -103,6 +103,7 @@ build/triton-%: | $(VENV)/.made
 # and every mutant of their memory ordering: half an hour on two cores. make test runs jobs of every
 # unit, and a mutant of each kind.
 ptx-check: $(VENV)/.native $(VENV)/.tools
+	$(BIN)/python -m tests.support.emulator.ptx
 	RINGCOMM_PTX_CHECK=all $(BIN)/python -m pytest $(WORKERS) tests/proof/ptx tests/ptx_interpreter
 	RINGCOMM_EMULATED_KERNELS=ptx:7 $(BIN)/python -m pytest $(WORKERS) \
 		tests/comm/device tests/proof/faults/device tests/gpu

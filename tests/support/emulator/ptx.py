@@ -4,6 +4,9 @@
 The emulated driver's kernel launch calls the interpreter (``tests/ptx_interpreter``). Streams,
 graphs, IPC and all Python code are therefore the same as with kernels that the host's compiler
 makes from the same templates.
+
+As a program, this module compiles all units, which later runs find in build/ptx. Otherwise a test
+would wait for the compilation of its unit, up to two minutes, within its own deadlines.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 
 from ringcomm.cuda import units
+from ringcomm.process import available_cores
 from tests import ptx_interpreter
 from tests.ptx_interpreter import PtxSchedule, RefusedError
 from tests.support import ROOT, nvrtc
@@ -135,3 +140,14 @@ class PtxKernels:
         if not handle:
             raise RefusedError(f"no kernel {name} in the PTX of {subunit}")
         return int(handle)
+
+
+def main() -> None:
+    """Compiles every unit that is not in the cache."""
+    with ThreadPoolExecutor(available_cores()) as pool:
+        for unit, text in zip(units.UNITS, pool.map(ptx_of, units.UNITS), strict=True):
+            print(f"{unit}: {len(text)} characters of PTX", flush=True)
+
+
+if __name__ == "__main__":
+    main()
