@@ -28,6 +28,7 @@ __all__ = [
     "free_address_space_bytes",
     "largest_file_bytes",
     "memory_limit_bytes",
+    "new_unknown",
     "until_exit",
     "warn_of_unknown",
 ]
@@ -228,29 +229,39 @@ KNOWN = USERS | frozenset(
     )
 )
 _warned: set[str] = set()
+_LIBRARIES = ("ringcomm", "torch")
 
 
 def warn_of_unknown() -> None:
     """Warns once of each environment variable ``RINGCOMM_*`` that nothing reads.
 
-    The warning names the known variable with the most similar name, or all variables for users if
-    no name is similar. It points at the line that called ringcomm. torchrun gives all ranks of a
-    node the same environment, so only local rank 0 warns.
+    The warning points at the line of the program that called ringcomm, perhaps through torch.
+    """
+    for told in new_unknown():
+        warnings.warn(told, RuntimeWarning, stacklevel=1 + _frames_of_libraries())
+
+
+def new_unknown() -> list[str]:
+    """Returns a sentence for each unknown environment variable that no earlier call has returned.
+
+    The sentence names the known variable with the most similar name, or all variables for users if
+    no name is similar. torchrun gives all ranks of a node the same environment, so only local rank
+    0 gets sentences.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        return
+        return []
     unknown = {name for name in os.environ if name.startswith(PREFIX)} - KNOWN - _warned
     _warned.update(unknown)
+    # Without the prefix, since it would make all names similar.
+    endings = {known.removeprefix(PREFIX): known for known in sorted(KNOWN)}
+    sentences = []
     for name in sorted(unknown):
-        # Without the prefix, since it would make all names similar.
-        endings = {known.removeprefix(PREFIX): known for known in sorted(KNOWN)}
         near = get_close_matches(name.removeprefix(PREFIX).upper(), endings, n=1)
         advice = f"Did you mean {endings[near[0]]}?" if near else f"Known are {_listed(USERS)}."
-        warnings.warn(
-            f"ringcomm has no environment variable {name}, so it has no effect. {advice}",
-            RuntimeWarning,
-            stacklevel=1 + _frames_of_ringcomm(),
+        sentences.append(
+            f"ringcomm has no environment variable {name}, so it has no effect. {advice}"
         )
+    return sentences
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -258,10 +269,10 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(others)} and {last}"
 
 
-def _frames_of_ringcomm() -> int:
-    """Returns how many frames of this package are between the caller and the program's code."""
+def _frames_of_libraries() -> int:
+    """Returns how many frames of this package and of torch are above the program's code."""
     frame: FrameType | None = sys._getframe(1)
     count = 0
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "ringcomm":
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
         frame, count = frame.f_back, count + 1
     return count

@@ -76,7 +76,7 @@ INTERNAL_NAMES = {
     "optim.sharded": "Params",
     "optim.step": "Asked",
     "optim.state_offload": "PINNED_BUFFER_BYTES elems_of_pieces piece_elems",
-    "process": "available_cores memory_limit_bytes warn_of_unknown",
+    "process": "available_cores memory_limit_bytes new_unknown",
     "rendezvous.launchers": "launched_world read_environment",
     "zero.checkpoint.format": "Box DTYPES MOST_DIMS host_slices",
     "zero.checkpoint.save_load": "check_load take_load",

@@ -10,6 +10,7 @@ import pytest
 from ringcomm import process as limits
 from ringcomm import process as variables
 from ringcomm.cli import main
+from ringcomm.memory import host_heap
 
 CGROUP2 = "31 24 0:27 {root} {at} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 VERSION_1 = "36 31 0:31 {root} {at} rw,nosuid - cgroup cgroup rw,{controllers}\n"
@@ -160,5 +161,15 @@ def test_the_warning_points_at_the_line_that_called_ringcomm(monkeypatch):
     monkeypatch.setattr(variables, "_warned", set())
     monkeypatch.setenv("RINGCOMM_HEAP_BYTE", "1")
     with pytest.warns(RuntimeWarning, match="HEAP_BYTE,") as warned:
-        main(["estimate", "memory", "--params", "1M", "--world", "2"])
+        host_heap._wanted_heap_bytes(None, 2)
     assert warned[0].filename == __file__
+
+
+def test_a_command_prints_the_warning_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(variables, "_warned", set())
+    monkeypatch.setenv("RINGCOMM_HEAP_BYTE", "1")
+    assert main(["estimate", "memory", "--params", "1M", "--world", "2"]) == 0
+    assert capsys.readouterr().err == (
+        "ringcomm: warning: no environment variable RINGCOMM_HEAP_BYTE, so it has no effect. Did "
+        "you mean RINGCOMM_HEAP_BYTES?\n"
+    )

@@ -22,7 +22,7 @@ from typing import Protocol, cast
 
 from ringcomm.cli.usage import CommandParser
 from ringcomm.launch import hide_missing_numpy
-from ringcomm.process import warn_of_unknown
+from ringcomm.process import new_unknown
 
 __all__ = ["main"]
 
@@ -66,7 +66,8 @@ REQUIRED = ("torch", "safetensors", "jinja2")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status; ``argv`` defaults to ``sys.argv[1:]``."""
     hide_missing_numpy()
-    warn_of_unknown()
+    for told in new_unknown():
+        print(f"ringcomm: warning: {told.removeprefix('ringcomm has ')}", file=sys.stderr)
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         parser, module = _build_parser(arguments)

@@ -49,6 +49,13 @@ def parse_count(text: str) -> int:
     return int(count)
 
 
+def parse_ranks(text: str) -> int:
+    """Reads a positive whole number; raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    return int(text)
+
+
 def parse_positive(text: str) -> float:
     """Reads a finite number above 0; raises ArgumentTypeError."""
     try:
@@ -71,8 +78,8 @@ MODEL: Options = {
     "context": (parse_count, None, "tokens per sequence"),
     "vocab": (parse_count, None, "entries of the vocabulary"),
     "untied": (None, False, "the output layer of the GPT-2 has a matrix of its own"),
-    "world": (parse_count, None, "ranks on all nodes; required"),
-    "nodes": (parse_count, 1, "nodes, with equally many ranks each"),
+    "world": (parse_ranks, None, "ranks on all nodes; required"),
+    "nodes": (parse_ranks, 1, "nodes, with equally many ranks each"),
     "stage": (forms.STAGES, None, "ZeRO stage; default: all stages"),
     "preset": (PRESETS, "bf16-mixed", "dtypes, as in zero.Precision.preset()"),
     "reduce": (("fp32", "param"), None, "dtype of reduced gradients; default: the preset's"),
@@ -131,7 +138,7 @@ EXPERTS: Options = {
     "tokens": (parse_count, ..., "tokens per rank and forward"),
     "expert-params": (parse_count, None, "elements per expert; default: 8 x hidden x hidden"),
     "group": (parse_count, None, "ranks that share the experts; default: a node's, and all"),
-    "world": (parse_count, ..., "ranks on all nodes"),
+    "world": (parse_ranks, ..., "ranks on all nodes"),
     **{name: MODEL[name] for name in ("nodes", "stage", "preset", "json")},
 }
 
@@ -208,14 +215,21 @@ def _disk(args: argparse.Namespace) -> Disk:
 
 def _check_required(args: argparse.Namespace) -> None:
     """Raises ArgumentError that names all missing options together."""
-    sizes = [getattr(args, name) for name in SIZES]
+    absent = _absent_sizes(args)
     missing = []
-    if {args.params, args.module, *sizes} == {None} and not args.untied:
-        missing.append("--params, --module, or --layers and the other sizes")
+    if args.params is args.module is None and len(absent) == len(SIZES) and not args.untied:
+        missing.append(f"--params, --module, or all of {', '.join(absent)}")
+    elif 0 < len(absent) < len(SIZES) or args.untied:
+        missing += absent
     if args.world is None:
         missing.append("--world")
     if missing:
-        raise ArgumentError(f"expected {'; and '.join(missing)}")
+        example = "ringcomm estimate memory --params 7B --world 8"
+        raise ArgumentError(f"expected {'; and '.join(missing)}, as in: {example}")
+
+
+def _absent_sizes(args: argparse.Namespace) -> list[str]:
+    return [f"--{name}" for name in SIZES if getattr(args, name) is None]
 
 
 def _training(args: argparse.Namespace) -> forms.Training:
@@ -253,13 +267,9 @@ def _training(args: argparse.Namespace) -> forms.Training:
 
 
 def _shape(args: argparse.Namespace) -> forms.Transformer | None:
-    sizes = {name: getattr(args, name) for name in SIZES}
-    missing = [f"--{name}" for name, size in sizes.items() if size is None]
-    if len(missing) == len(sizes) and not args.untied:
+    if _absent_sizes(args):  # all sizes: see _check_required()
         return None
-    if missing:
-        raise ArgumentError(f"a transformer needs {', '.join(missing)} too")
-    return forms.Transformer(**sizes, tied=not args.untied)
+    return forms.Transformer(**{name: getattr(args, name) for name in SIZES}, tied=not args.untied)
 
 
 def _model(args: argparse.Namespace) -> forms.ModelElems:

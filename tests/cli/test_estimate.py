@@ -301,10 +301,13 @@ def test_tables_fit_100_columns(estimate, arguments):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "error: expected --params, --module, or --layers and the other sizes"),
+        ((), "error: expected --params, --module, or all of --layers, --width, --h"),
         (("--params", "1M", "--module", "a:b"), "expected --params or --module, got both"),
-        (("--layers", 2, "--heads", 2), "a transformer needs --width, --context, --vocab too"),
-        (("--params", "1M", "--untied"), "a transformer needs --layers, --width"),
+        (
+            ("--layers", 2, "--heads", 2),
+            "error: expected --width; and --context; and --vocab, as in",
+        ),
+        (("--params", "1M", "--untied"), "error: expected --layers; and --width; and --heads"),
         ((*GPT2, "--heads", 7), "expected a width that is a multiple of 7 heads, got 768"),
         (("--params", "1M", "--nodes", 3), "--nodes: expected a divisor of 2 ranks, got 3"),
         (("--params", "1M", "--bucket-elems", "1000"), "expected a positive multiple of 512"),
@@ -340,10 +343,14 @@ def test_what_makes_no_sense_is_refused(estimate, modules, arguments, says):
 
 def test_all_missing_options_are_named_together(estimate):
     code, _, err = estimate("memory", "--params", "1M")
-    assert code == 2 and err.endswith("error: expected --world\n")
+    example = ", as in: ringcomm estimate memory --params 7B --world 8\n"
+    assert code == 2 and err.endswith("error: expected --world" + example)
+    code, _, err = estimate("memory", "--layers", 2, "--width", 8)
+    assert code == 2
+    assert err.endswith("expected --heads; and --context; and --vocab; and --world" + example)
     code, _, err = estimate("step", "--stage", 3)
-    sizes = "--params, --module, or --layers and the other sizes"
-    assert code == 2 and err.endswith(f"error: expected {sizes}; and --world\n")
+    sizes = "--params, --module, or all of --layers, --width, --heads, --context, --vocab"
+    assert code == 2 and err.endswith(f"error: expected {sizes}; and --world{example}")
 
 
 def test_times_need_all_rates(estimate):
@@ -371,7 +378,7 @@ def test_times_need_all_rates(estimate):
         (("step", *COUNT, "--compression-parameters", "fp32"), "parameters: invalid choice"),
         (("memory", *COUNT, "--budget-gb", "nan"), "a number above 0, got 'nan'"),
         (("step", *COUNT, "--peak-tflops", "x"), "a number above 0, got 'x'"),
-        (("memory", *COUNT, "--world", 0), "such as 7.5B, 125M or 1.3e9, got '0'"),
+        (("memory", *COUNT, "--world", 0), "--world: expected a positive whole number, got '0'"),
     ],
 )
 def test_options_that_cannot_be_read(capsys, arguments, says):

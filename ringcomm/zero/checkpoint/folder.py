@@ -587,8 +587,9 @@ class _Save:
         latest = self._checkpoints.latest()
         if latest is not None and self._step <= latest:
             raise ArgumentError(
-                f"{self._operation}: expected a step after {latest}, which is saved. To go "
-                "back to an earlier step, remove() the later steps, or save under another root"
+                f"{self._operation}: expected a step after {latest}, which is saved. To resume, "
+                f"load() the checkpoint first. To start again, save under another root, or delete "
+                f"the later steps by Checkpoints({str(self._checkpoints.root)!r}).remove(step)"
             )
         for each in commit.leftovers(self._checkpoints.root):
             commit.discard(each)
