@@ -73,7 +73,7 @@ def check_tables(text):
     assert cells[:4] == ["all_gather", "64 MiB", "heap", "10 us"]
     assert cells[4:] == ["2.00", "3.00", "0.9996", "not available", "lost to Intel MPI"]
     assert row_with(text, "stage 1")[1:] == [
-        "3",
+        "3.0",
         "2.5 ms",
         "1.60",
         "3.00",
@@ -89,6 +89,38 @@ def check_tables(text):
 
 def test_a_lost_row_says_so_and_a_missing_library_says_why():
     check_tables(tables.block(fixed_session(), ""))
+
+
+def test_a_table_without_a_lost_row_has_no_column_for_results():
+    won = [tables.Line(("all_gather",), 1.0, {"Gloo": 2.0, "MPICH": None})]
+    assert tables.markdown(("collective",), won) == [
+        "| collective | ringcomm | Gloo | MPICH |",
+        "| --- | --- | --- | --- |",
+        "| all_gather | 1 us | 2.00 | not available |",
+    ]
+
+
+def test_a_trial_is_marked_and_its_chart_names_its_size():
+    trial = fixed_session()
+    assert "A trial" not in tables.block(trial, "chart.svg")
+    assert "collectives of 64 MiB over" in tables.block(trial, "chart.svg")
+    for each in trial.reports.values():
+        each.rows[:] = [replace(row, size_bytes=128 << 10) for row in each.rows]
+    text = tables.block(trial, "chart.svg")
+    assert text.startswith("A trial at small sizes: these figures say nothing about speed.\n")
+    assert "collectives of 128 KiB over" in text
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ("MPICH Version:      5.0.2", "MPICH 5.0.2"),
+        ("Intel(R) MPI Library 2021.18.1 for Linux* OS\n", "Intel MPI 2021.18.1"),
+        ("Gloo of torch 2.13.0+cpu", "Gloo of torch 2.13.0+cpu"),
+    ],
+)
+def test_versions_are_short(told, shown):
+    assert tables._short_version(told) == shown
 
 
 def never_lost(monkeypatch):

@@ -26,6 +26,8 @@ from .session import (
 )
 
 NOT_AVAILABLE = "not available"
+# The largest collective of a session, unless it is a trial, has at least this size.
+_LEAST_BYTES = 1 << 20
 # Before the name of a system in the facts of a report.
 _VERSION = "version of "
 # ringcomm's stages that DeepSpeed has, too.
@@ -109,7 +111,9 @@ def training_lines(session: Session) -> list[Line]:
 
 
 def _megabytes(row: Row) -> str:
-    return "" if row.held_bytes is None else f"{row.held_bytes / 1e6:.0f}"
+    if row.held_bytes is None:
+        return ""
+    return f"{row.held_bytes / 1e6:.{0 if row.held_bytes >= 10e6 else 1}f}"
 
 
 def time_text(time_us: float | None) -> str:
@@ -131,15 +135,19 @@ def ratio_text(ratio: float | None) -> str:
 
 
 def markdown(head: Sequence[str], lines: Iterable[Line]) -> list[str]:
-    """Returns a table; ``head`` has the titles of the lines' cells."""
+    """Returns a table; ``head`` has the titles of the lines' cells.
+
+    The table has a column "result" if a line is lost.
+    """
     lines = list(lines)
     names = list(lines[0].ratios) if lines else []
-    rows = [[*head, SUBJECT, *names, "result"]]
+    results = ["result"] if any(line.lost_to for line in lines) else []
+    rows = [[*head, SUBJECT, *names, *results]]
     rows += [["---"] * len(rows[0])]
     for line in lines:
         lost = f"lost to {', '.join(line.lost_to)}" if line.lost_to else ""
         ratios = map(ratio_text, line.ratios.values())
-        rows.append([*line.cells, time_text(line.time_us), *ratios, lost])
+        rows.append([*line.cells, time_text(line.time_us), *ratios, *[lost][: len(results)]])
     return [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
 
 
@@ -160,7 +168,7 @@ def _circumstances(reports: Mapping[str, Report]) -> str:
     for report in reports.values():
         for key, text in report.provenance.items():
             if key.startswith(_VERSION):
-                versions.setdefault(key.removeprefix(_VERSION), " ".join(text.split()))
+                versions.setdefault(key.removeprefix(_VERSION), _short_version(text))
     systems = "; ".join(
         f"DeepSpeed {text}" if name == "deepspeed" else text for name, text in versions.items()
     )
@@ -173,13 +181,30 @@ def _circumstances(reports: Mapping[str, Report]) -> str:
     )
 
 
+def _short_version(text: str) -> str:
+    """Returns "MPICH 5.0.2" for the longer sentence of a library about itself."""
+    told = " ".join(text.split()).replace("Intel(R) MPI Library", "Intel MPI")
+    return told.replace(" Version: ", " ").removesuffix(" for Linux* OS")
+
+
+def _trial(session: Session) -> list[str]:
+    """Returns a warning if the sizes are those of a trial."""
+    sizes = [row.size_bytes for report in session.reports.values() for row in report.rows]
+    if not sizes or max(sizes) >= _LEAST_BYTES:
+        return []
+    return ["A trial at small sizes: these figures say nothing about speed."]
+
+
 def block(session: Session, picture: str) -> str:
     """Returns the chart and the tables of a session, with all that could not be measured."""
     parts: list[list[str]] = []
+    if told := _trial(session):
+        parts.append(told)
     if session.reports:
         parts.append([f"{_EXPLANATION} {_circumstances(session.reports)}"])
     if picture:
-        parts.append([f"![{_ALTERNATIVE}]({picture})"])
+        size = collective_lines(session)[-1].cells[1]
+        parts.append([f"![{_ALTERNATIVE.format(size=size)}]({picture})"])
     for lines, head in (
         (collective_lines(session), ("collective", "size", "tensors")),
         (training_lines(session), ("training step", "MB per rank")),
@@ -192,8 +217,11 @@ def block(session: Session, picture: str) -> str:
 
 def readme_table(session: Session) -> str:
     """Returns the table of the README: collectives at the largest size."""
-    table = markdown(("collective", "tensors"), largest_lines(session))
-    return "\n".join([*table, "", _circumstances(session.reports)]) + "\n"
+    lines = largest_lines(session)
+    table = markdown(("collective", "tensors"), lines)
+    collectives = {name: each for name, each in session.reports.items() if name != TRAINING_RUN}
+    told = f"{summary(lines)} {_circumstances(collectives)}"
+    return "\n".join([*table, "", told]) + "\n"
 
 
 _EXPLANATION = (
@@ -201,5 +229,5 @@ _EXPLANATION = (
     "of all rounds. Above 1, ringcomm is faster."
 )
 _ALTERNATIVE = (
-    "time of Gloo, MPICH, Intel MPI and oneCCL for collectives of 64 MiB over the time of ringcomm"
+    "time of Gloo, MPICH, Intel MPI and oneCCL for collectives of {size} over the time of ringcomm"
 )
