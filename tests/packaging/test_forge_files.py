@@ -58,6 +58,8 @@ def test_the_citation_has_the_version_of_the_package() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert version is not None and citation["version"] == version[1]
     assert citation["license"] == "Apache-2.0"
+    released = f"## [{citation['version']}] - {citation['date-released']}"
+    assert released in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_container_and_the_hooks_use_our_versions() -> None:
