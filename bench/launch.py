@@ -32,7 +32,7 @@ from .report import PROCESSES
 _STORE_FILE = "RINGCOMM_BENCH_STORE"
 _MPI_VARIABLES = ("PMI_RANK", "PMI_SIZE")
 _NO_MPI = (
-    "no {}: MPI needs mpi4py and MPICH; install both with pip install 'ringcomm[bench]', "
+    "no {}: MPI needs mpi4py and MPICH; install both with pip install mpi4py mpich, "
     "or use --peers gloo"
 )
 # The wheels of MPICH and of Intel MPI contain files of the same names.
@@ -182,14 +182,13 @@ def find_mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:
     if of_intel and _MPICH in systems:
         told = f"{_MPICH} and {of_intel[0]} need runs of their own"
         raise LaunchError(f"a process can hold one MPI: {told}")
+    if _MPICH in systems:
+        missing = missing_of_mpich()
+        if missing:
+            raise LaunchError(_NO_MPI.format(missing))
+        return str(_mpiexec_of_mpich()), {}
     if importlib.util.find_spec("mpi4py") is None:
         raise LaunchError(_NO_MPI.format("mpi4py"))
-    if _MPICH in systems:
-        beside_python = Path(sys.executable).parent / "mpiexec"
-        found = str(beside_python) if beside_python.exists() else shutil.which("mpiexec")
-        if found is None:
-            raise LaunchError(_NO_MPI.format("mpiexec"))
-        return found, {}
     root = os.environ.get("I_MPI_ROOT", "")
     mpiexec, library = Path(root, "bin", "mpiexec.hydra"), Path(root, "lib", "libmpi.so.12")
     if not root or not mpiexec.exists() or not library.exists():
@@ -200,6 +199,18 @@ def find_mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:
         raise LaunchError(_NO_ONECCL.format(plugin))
     # Intel's mpiexec pins each rank to a core by default; --pin pins the ranks of all systems.
     return str(mpiexec), {"MPI4PY_LIBMPI": str(library.resolve()), "I_MPI_PIN": "0"}
+
+
+def missing_of_mpich() -> str:
+    """Returns the first missing part of an installation for MPI: "mpi4py" or "mpiexec", or ""."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py"
+    return "" if _mpiexec_of_mpich() else "mpiexec"
+
+
+def _mpiexec_of_mpich() -> str | None:
+    beside_python = Path(sys.executable).parent / "mpiexec"
+    return str(beside_python) if beside_python.exists() else shutil.which("mpiexec")
 
 
 def busy_loops(count: int) -> AbstractContextManager[list[subprocess.Popen[bytes]]]:

@@ -18,7 +18,7 @@ from ringcomm.cli.usage import suggestion
 
 from .. import cases, devices, run
 from ..cases import Case, Collective, Prepared, wrong_elements
-from ..launch import LaunchError, RankInfo, Wanted, join, started_by
+from ..launch import LaunchError, RankInfo, Wanted, join, missing_of_mpich, started_by
 from ..loops import SERIAL, SLICED
 from ..options import choice, count, option, parse_size, positive, rounds
 from ..report import COLLECTIVE_CELL, COLLECTIVE_KEY, IN_PLACE, OUT_OF_PLACE, Row, RowTable
@@ -41,7 +41,7 @@ from .torch_groups import init_default_group
 BLOCKS = "blocks of a rank"
 DEFAULT_COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
 _DEFAULT_PEERS = {"cpu": "gloo,mpi", "cuda": "nccl,torch,copy"}
-DEFAULTS = " or ".join(_DEFAULT_PEERS.values()) + ", by device"
+DEFAULTS = " or ".join(_DEFAULT_PEERS.values()) + ", by device; without mpi if it is not installed"
 _DEFAULT_RANKS = 2
 _HOST_ALGORITHMS = ("auto", "one_shot", "ring")
 size = partial(option, type=parse_size, metavar="SIZE")
@@ -123,7 +123,10 @@ OPTIONS = (
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses options that cannot be measured; adds ``systems``, the ratios' subject and peers."""
+    """Refuses options that cannot be measured; adds ``systems``, the ratios' subject and peers.
+
+    Also adds ``note``, a line about a default peer that is not installed here, or "".
+    """
     known = list(cases.COLLECTIVES)
     names = known if "all" in options.collectives else options.collectives
     unknown = sorted(set(names) - set(known))
@@ -139,7 +142,14 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.op == "avg" and not cases.DTYPES[options.datatype].is_floating_point:
         parser.error(f"--op avg needs a floating-point --datatype, not {options.datatype}")
     listed = _DEFAULT_PEERS[options.device] if options.peers is None else options.peers
-    options.peers = tuple(name for name in listed.split(",") if name and name != options.subject)
+    peers = [name for name in listed.split(",") if name and name != options.subject]
+    missing = missing_of_mpich() if options.peers is None and "mpi" in peers else ""
+    options.note = ""
+    if missing:
+        # Nobody asked for MPI, so the other systems are measured without it.
+        peers.remove("mpi")
+        options.note = f"note: MPI is left out: no {missing} (pip install mpi4py mpich)"
+    options.peers = tuple(peers)
     options.systems = (options.subject, *options.peers)
     for what, specs in (("peer", options.peers), ("subject", (options.subject,))):
         unknown = sorted(spec for spec in set(specs) if not is_system(spec))
@@ -251,6 +261,7 @@ def nodes_of(options: argparse.Namespace) -> int:
 def measure_all(run: Run, device: Device | None = None) -> None:
     """Measures all cases on ``device``, or by default on this rank's device."""
     options, info = run.options, run.info
+    run.say(options.note)
     if options.graph is None:
         # With several processes on one GPU, calls wait milliseconds for a time slice, so the host's
         # time does not matter.

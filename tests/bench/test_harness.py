@@ -12,6 +12,7 @@ import pytest
 from ringcomm.bench.pacing import TERMINAL_VARIABLE
 from ringcomm.bench.report import read
 from tests.bench.programs import run_program
+from tests.support import ROOT
 
 QUANTIZED = "ringcomm:int8"  # sums between nodes, which ranks of this machine simulate
 SMALL = ("-b", "4K", "-e", "16K", "-f", "4", "-r", "2", "-w", "1", "--batch", "2")
@@ -49,7 +50,7 @@ def test_gloo_in_ranks_of_its_own(tmp_path):
     assert str(tmp_path) not in (tmp_path / "r.json").read_text()
 
 
-@pytest.mark.skipif(not HAS_MPI, reason="needs mpi4py and mpich: pip install ringcomm[bench]")
+@pytest.mark.skipif(not HAS_MPI, reason="needs mpi4py and mpich: pip install mpi4py mpich")
 def test_ringcomm_gloo_and_mpi_in_one_run(tmp_path):
     names = ("reduce_scatter", "all_gather", "all_reduce")
     path = str(tmp_path / "r.csv")
@@ -61,6 +62,18 @@ def test_ringcomm_gloo_and_mpi_in_one_run(tmp_path):
     assert "ringcomm bench: 6 cases, about " in done.stderr
     assert "ringcomm bench: case 6 of 6, about " in done.stderr and "\x1b[K" in done.stderr
     check_rows(path, ["ringcomm", "gloo", "mpi"], names)
+
+
+def test_without_mpi_the_defaults_measure_gloo(tmp_path):
+    # Every interpreter imports it at its start, also the ranks' interpreters.
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['mpi4py'] = None\n")
+    path = tmp_path / "r.json"
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = run_bench("all_reduce", "--json", str(path), environment=environment, anew=True)
+    assert done.returncode == 0, done.stderr
+    told = (done.stdout + done.stderr).splitlines()
+    assert told.count("note: MPI is left out: no mpi4py (pip install mpi4py mpich)") == 1
+    check_rows(path, ["ringcomm", "gloo"], ["all_reduce"])
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler on x86-64")

@@ -132,6 +132,13 @@ def test_what_intel_mpi_needs(monkeypatch, systems, root, words):
         run_ranks([], Wanted(2, systems))
 
 
+def test_mpi_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    told = "no mpi4py: MPI needs .*; install both with pip install mpi4py mpich, or use"
+    with pytest.raises(LaunchError, match=told):
+        run_ranks([], Wanted(2, ("ringcomm", "mpi")))
+
+
 def intel_folder(folder, *more):
     """Returns a folder with the files of Intel MPI, and ``more`` of its libraries."""
     for file in ("bin/mpiexec.hydra", "lib/libmpi.so.12", *more):

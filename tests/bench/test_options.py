@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 from torch.distributed import HashStore
 
-from ringcomm.bench import moe
+from ringcomm.bench import collectives, moe
 from ringcomm.bench.cases import COLLECTIVES
 from ringcomm.bench.collectives import (
     DEFAULT_COLLECTIVES,
@@ -50,8 +50,10 @@ def test_what_is_no_size(text):
         parse_size(text)
 
 
-def test_defaults():
+def test_defaults(monkeypatch):
+    monkeypatch.setattr(collectives, "missing_of_mpich", lambda: "")
     options = parse([])
+    assert options.note == ""
     assert options.collectives == DEFAULT_COLLECTIVES
     assert options.systems == ("ringcomm", "gloo", "mpi")
     assert sizes_bytes(options)[0] == 4 << 10
@@ -59,6 +61,17 @@ def test_defaults():
     assert options.placement == "usual"
     assert (options.device, options.graph) == ("cpu", None)
     assert options.check and options.tensors == "plain"
+
+
+@pytest.mark.parametrize("missing", ["mpi4py", "mpiexec"])
+def test_missing_mpi_is_left_out_unless_it_was_asked_for(monkeypatch, missing):
+    monkeypatch.setattr(collectives, "missing_of_mpich", lambda: missing)
+    options = parse([])
+    assert options.systems == ("ringcomm", "gloo")
+    assert options.note == f"note: MPI is left out: no {missing} (pip install mpi4py mpich)"
+    asked = parse(["--peers", "gloo,mpi"])
+    assert (asked.systems, asked.note) == (("ringcomm", "gloo", "mpi"), "")
+    assert parse(["--device", "cuda"]).note == parse(["--subject", "mpi"]).note == ""
 
 
 def test_sizes_stop_at_the_largest():
