@@ -218,7 +218,7 @@ def _try_lock(lock: int) -> bool:
 
 _LOG_LINES = 12
 _ADVICE = (
-    "Install what is missing (pip install ringcomm[cuda13] nvidia-cuda-nvrtc), or install ringcomm "
+    "Install what is missing (pip install cupy-cuda13x nvidia-cuda-nvrtc), or install ringcomm "
     "where nvcc is on the PATH, which compiles the kernels beforehand"
 )
 

@@ -391,8 +391,8 @@ def import_cupy() -> Any:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
             raise no_device(
-                "CuPy is not installed: pip install 'ringcomm[cuda13]', or 'ringcomm[cuda12]' for "
-                "a driver of CUDA 12"
+                "CuPy is not installed: pip install cupy-cuda13x nvidia-ml-py triton, or "
+                "cupy-cuda12x in its place for a driver of CUDA 12"
             ) from error
         raise no_device(f"CuPy is installed but cannot be imported: {said(error)}") from error
     return cupy

@@ -29,7 +29,7 @@ class Absent(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError("No module named 'cupy'", name="cupy")
 sys.meta_path.insert(0, Absent())
 """,
-        "CuPy is not installed: pip install 'ringcomm[cuda13]'",
+        "CuPy is not installed: pip install cupy-cuda13x nvidia-ml-py triton",
     ),
     "without driver": (
         """

@@ -250,7 +250,9 @@ def nvrtc(monkeypatch):
 
 def test_without_cupy_the_remedy_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy_backends", None)
-    with pytest.raises(UnsupportedError, match=r"needs CuPy.*pip install ringcomm\[cuda13\]"):
+    with pytest.raises(
+        UnsupportedError, match=r"needs CuPy.*pip install cupy-cuda13x nvidia-cuda-nvrtc"
+    ):
         Nvrtc()
 
 
