@@ -286,8 +286,7 @@ def run(words: Sequence[str]) -> int:
         if rest[0].replace("-", "_") in BENCHES:
             name = rest.pop(0).replace("-", "_")
         elif rest[0] not in (*cases.COLLECTIVES, "all"):
-            sys.stderr.write(f"ringcomm bench: {_unknown(rest[0])}\n")
-            return CANNOT_RUN
+            return _refuse(rest[0])
     try:
         return main(importlib.import_module(f"{__package__}.{name}").BENCH, rest)
     except KeyboardInterrupt:
@@ -301,10 +300,10 @@ def run(words: Sequence[str]) -> int:
         return 1
 
 
-def _unknown(word: str) -> str:
-    """Returns the error for a first word that names neither a benchmark nor a collective."""
+def _refuse(word: str) -> int:
+    """Prints the error for a first word that names neither a benchmark nor a collective."""
     guess = suggestion(word, (*BENCHES, *cases.COLLECTIVES))
-    return (
-        f"unknown bench {word!r}{guess}\nbenches: {', '.join(BENCHES)}\n"
-        f"collectives: {', '.join(cases.COLLECTIVES)}, all"
-    )
+    # The usage lines lead to the help of collectives, which lists both.
+    parser = importlib.import_module(f"{__package__}.{COLLECTIVES}").BENCH.build_parser()
+    parser.report(f"unknown benchmark or collective {word!r}{guess}")
+    return CANNOT_RUN
