@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import sys
 
-from .run import run
+from ringcomm.launch import end_at_ctrl_c
 
 if __name__ == "__main__":
+    with end_at_ctrl_c():
+        from .run import run
     sys.exit(run(sys.argv[1:]))

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -241,6 +242,23 @@ def hide_missing_numpy() -> None:
     """
     said = "Failed to initialize NumPy: No module named 'numpy'"
     warnings.filterwarnings("ignore", said, UserWarning)
+
+
+@contextmanager
+def end_at_ctrl_c() -> Iterator[None]:
+    """Makes Ctrl-C end this process with status 130 at once; put the import of torch in the block.
+
+    C++ code that torch runs during its import can turn a ``KeyboardInterrupt`` into other errors.
+    """
+    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if __name__ == "__main__":

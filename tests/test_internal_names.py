@@ -60,7 +60,7 @@ INTERNAL_NAMES = {
         "DAMAGE exactly in_words number_below read_bounded read_json read_object reason shown"
     ),
     "launch": (
-        "RankLaunch RankCommand STORE_PORT_VARIABLE TIMEOUT describe_exit end_with "
+        "RankLaunch RankCommand STORE_PORT_VARIABLE TIMEOUT describe_exit end_at_ctrl_c end_with "
         "hide_missing_numpy launch_ranks launch_store started threads_per_rank"
     ),
     "memory": "normal_tensors",

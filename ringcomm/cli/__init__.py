@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from ringcomm.cli.usage import CommandParser
-from ringcomm.launch import hide_missing_numpy
+from ringcomm.launch import end_at_ctrl_c, hide_missing_numpy
 from ringcomm.process import new_unknown
 
 __all__ = ["main"]
@@ -138,7 +138,9 @@ def _build_parser(arguments: Sequence[str]) -> tuple[CommandParser, Subcommand |
         else:
             subparser = subparsers.add_parser(name, help=entry.summary, description=entry.summary)
         if name == chosen:
-            module = cast(Subcommand, importlib.import_module(f"ringcomm.cli.{module_of(name)}"))
+            with end_at_ctrl_c():
+                found = importlib.import_module(f"ringcomm.cli.{module_of(name)}")
+            module = cast(Subcommand, found)
             module.add_arguments(subparser)
     return parser, module
 

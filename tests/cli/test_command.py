@@ -12,13 +12,22 @@ from typing import Any
 
 import pytest
 
+from ringcomm import __main__ as entry
 from ringcomm import cli
 from ringcomm.cli import doctor
 from ringcomm.cli.doctor import FAIL, NOTE, OK, Finding
 from ringcomm.errors import HeapError
+from ringcomm.launch import end_at_ctrl_c
 from tests.bench.programs import run_program
 from tests.support import ROOT, fork_server
 
+INTERRUPTED_IMPORT = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    raise TypeError("expected a message argument")
+"""
 MEMINFO = "MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: {} kB\n"
 
 
@@ -122,6 +131,37 @@ def test_ctrl_c_is_status_130(command):
 
     command.run = run
     assert cli.main(["probe"]) == 130
+
+
+@pytest.mark.parametrize("words", [["ringcomm", "metrics"], ["ringcomm.bench", "--help"]])
+def test_ctrl_c_during_an_import_is_silent(tmp_path, words):
+    # A stand-in for torch, whose C++ code turns KeyboardInterrupt into another error.
+    (tmp_path / "torch.py").write_text(INTERRUPTED_IMPORT)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("interrupted", ["import", "call"])
+def test_ctrl_c_around_the_command_is_status_130(monkeypatch, interrupted):
+    def main():
+        raise KeyboardInterrupt
+
+    module: Any = ModuleType("ringcomm.cli")
+    if interrupted == "call":
+        module.main = main
+    else:
+        module.__getattr__ = lambda name: main()  # as if the import were interrupted
+    monkeypatch.setitem(sys.modules, "ringcomm.cli", module)
+    assert entry.main() == 130
+
+
+def test_ctrl_c_is_an_exception_after_the_import():
+    before = signal.getsignal(signal.SIGINT)
+    with end_at_ctrl_c():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_bench_hands_its_options_on():
