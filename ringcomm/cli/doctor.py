@@ -107,7 +107,9 @@ def check_threads() -> Finding:
             f"{THREADS_VARIABLE} for ringcomm alone"
         )
         return Finding("threads", NOTE, "large calls use 1, as OMP_NUM_THREADS=1 says", advice)
-    text = f"large calls use {_native.threads()} of this process, divided by the ranks on its cores"
+    count = _native.threads()
+    alone = f"a process alone uses {count} thread{'s' * (count != 1)} in large calls"
+    text = f"{alone}; ranks that share cores divide them"
     if not COUNTS_TORCHS_THREADS:
         remedy = "torch.set_num_threads has no effect on them: set RINGCOMM_THREADS"
         return Finding("threads", NOTE, f"{text}; torch does not say how many it uses", remedy)
@@ -213,21 +215,31 @@ def check_heap_nodes(folder: Path = numa.SYSTEM_FOLDER) -> Finding:
     from ringcomm.memory.host_heap import process_heap
 
     heap = process_heap()
-    found = numa.bytes_by_node(heap.base_ptr)
-    lies = ", ".join(f"{size >> 10} KiB on node {node}" for node, size in sorted(found.items()))
-    touched = f"touched so far: {lies or 'unknown, as there is no /proc/self/numa_maps'}"
+    touched = _touched_nodes(heap.base_ptr, folder)
     if not heap.nodes:
         reason = numa.own_binding(folder).reason
-        return Finding("heap's nodes", OK, f"any, as {reason}; {touched}")
+        return Finding("heap's nodes", OK, f"any, as {reason}{touched}")
     if heap.placement_error == 0:
-        return Finding("heap's nodes", OK, f"bound to {_named_nodes(heap.nodes)}; {touched}")
+        return Finding("heap's nodes", OK, f"bound to {_named_nodes(heap.nodes)}{touched}")
     refusal = os.strerror(heap.placement_error)
     advice = (
         "each page lies on the node of the thread that touches it first, and a peer may be that: "
         "allow mbind (Docker: --cap-add SYS_NICE), or bind ranks by numactl --membind"
     )
-    text = f"any, as mbind to {_named_nodes(heap.nodes)} is refused: {refusal}; {touched}"
+    text = f"any, as mbind to {_named_nodes(heap.nodes)} is refused: {refusal}{touched}"
     return Finding("heap's nodes", NOTE, text, advice)
+
+
+def _touched_nodes(base_ptr: int, folder: Path) -> str:
+    """Returns "; touched so far: ..." with the nodes of the heap's pages, or "" for one node."""
+    try:
+        if len(numa.read_topology(folder).cpus) == 1:
+            return ""
+    except (OSError, ValueError):  # the nodes cannot be read, as check_numa() reports
+        pass
+    found = numa.bytes_by_node(base_ptr)
+    lies = ", ".join(f"{size >> 10} KiB on node {node}" for node, size in sorted(found.items()))
+    return f"; touched so far: {lies or 'unknown, as there is no /proc/self/numa_maps'}"
 
 
 def _named_nodes(nodes: Sequence[int]) -> str:
@@ -347,6 +359,7 @@ def check_self_test(timeout_s: float = SELF_TEST_S) -> Finding:
 
 # The checks of GPUs. A machine without a GPU has no fault.
 
+DRIVER_LIBRARY = "libcuda.so.1"
 LOADING_VARIABLE = "CUDA_MODULE_LOADING"
 
 
@@ -356,13 +369,28 @@ def check_devices() -> Iterator[Finding]:
         runtime = cuda.current()
         count = runtime.device_count()
     except RingcommError as error:
-        yield Finding("gpu", NOTE, "none that ringcomm can use", str(error))
+        if _has_driver():
+            yield Finding("gpu", NOTE, "none that ringcomm can use", str(error))
+        else:
+            # The error may advise to install CuPy, which is of no use here.
+            yield Finding("gpu", NOTE, "no NVIDIA driver on this machine")
         return
     for device in range(count):
         yield _check_device(runtime, device)
         yield _check_device_heap(runtime, device)
     yield _check_connections(os.environ.get(CONNECTIONS_VARIABLE, ""))
     yield _check_loading(os.environ.get(LOADING_VARIABLE, ""))
+
+
+def _has_driver(folder: Path = Path("/dev"), library: str = DRIVER_LIBRARY) -> bool:
+    """True if this machine has a part of NVIDIA's driver: a device file, or its library."""
+    if any(folder.glob("nvidia*")):
+        return True
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        return "No such file" not in str(error)  # else the library exists, but does not load
+    return True
 
 
 def _check_device(runtime: DeviceRuntime, device: int) -> Finding:

@@ -71,11 +71,27 @@ def test_eager_loading_is_recommended(runtime, monkeypatch):
     assert loading.verdict == OK
 
 
-def test_without_a_device_the_reason_is_told(monkeypatch):
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_without_a_device_the_reason_is_told(monkeypatch, has_driver):
     def absent():
-        raise UnsupportedError("no NVIDIA driver on this machine")
+        raise UnsupportedError("CuPy is not installed: pip install it")
 
     monkeypatch.setattr(cuda, "current", absent)
+    monkeypatch.setattr(doctor, "_has_driver", lambda: has_driver)
     (finding,) = check_devices()
     assert finding.verdict == NOTE
-    assert "no NVIDIA driver" in finding.advice
+    told = (finding.value, finding.advice)
+    if has_driver:
+        assert told == ("none that ringcomm can use", "CuPy is not installed: pip install it")
+    else:
+        assert told == ("no NVIDIA driver on this machine", "")
+
+
+def test_a_device_file_or_a_library_is_a_driver(tmp_path):
+    broken = tmp_path / "libbroken.so"
+    broken.touch()
+    assert not doctor._has_driver(tmp_path, "libmissing.so.1")
+    assert doctor._has_driver(tmp_path, "libc.so.6")
+    assert doctor._has_driver(tmp_path, str(broken))
+    (tmp_path / "nvidia0").touch()
+    assert doctor._has_driver(tmp_path, "libmissing.so.1")

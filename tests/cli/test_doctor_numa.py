@@ -80,6 +80,12 @@ def test_the_heap_of_a_process_of_all_nodes(two_sockets, monkeypatch):
     )
 
 
+def test_the_heap_on_one_node_names_no_touched_nodes(tmp_path, monkeypatch):
+    (tmp_path / "online").write_text("0\n")
+    hold(monkeypatch, [], touched={0: 8 << 10})
+    assert check_heap_nodes(tmp_path).value == f"any, as {numa.own_binding(tmp_path).reason}"
+
+
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS, errno.EINVAL])
 def test_a_refusal_is_shown_and_what_to_do(two_sockets, monkeypatch, error):
     hold(monkeypatch, [0, 2], error)

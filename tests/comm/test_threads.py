@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -323,7 +324,11 @@ def test_the_doctor_says_what_sets_the_number(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv(policy.THREADS_VARIABLE, raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(doctor, "available_cores", lambda: 4)
-    assert doctor.check_threads().verdict == doctor.OK
+    found = doctor.check_threads()
+    assert found.verdict == doctor.OK
+    alone, _, shared = found.value.partition(" in large calls; ")
+    assert re.fullmatch(r"a process alone uses \d+ threads?", alone)
+    assert shared == "ranks that share cores divide them"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as torchrun does
     assert doctor.check_threads().verdict == doctor.NOTE
     monkeypatch.setenv(policy.THREADS_VARIABLE, "3")
