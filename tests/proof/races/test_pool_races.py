@@ -17,6 +17,7 @@ import pytest
 from tests.proof.races.mutants import EVERYTHING, VARIABLE, Mutant, write_sources
 from tests.support import ROOT, together
 from tests.support.compiler import (
+    EMULATOR,
     LOW_PRIORITY,
     NEEDS_COMPILER,
     OPTIMISED,
@@ -167,6 +168,8 @@ def run(programs: dict[str, Path], what: str, mutant: str = "") -> subprocess.Co
 
 @pytest.mark.parametrize("what", MUTANTS)
 def test_no_race_and_nobody_waits_in_vain(programs, what):
+    if what == "forks" and EMULATOR is not None:
+        pytest.skip("a child of a process with threads may wait for a lock of qemu forever")
     for _ in range(5 if EVERYTHING else 1):
         done = run(programs, what)
         assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[:4000]
