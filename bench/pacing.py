@@ -8,11 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from ringcomm.cli.progress import Progress, columns_of, time_left
+from ringcomm.cli.progress import TERMINAL_VARIABLE, Progress, columns_of, time_left
 
-# Names the stream of the ranks that leads to a terminal, and the width of this terminal. MPI's
-# launcher reads the output of its ranks from pipes, so that ranks cannot see the terminal.
-TERMINAL_VARIABLE = "RINGCOMM_BENCH_TERMINAL"
 # Rounds change the line at most once in this time, because every write takes a core for a moment.
 # No other values were tried.
 _ROUND_S = 1.0
@@ -30,9 +27,14 @@ def terminal_variable() -> dict[str, str]:
     return {TERMINAL_VARIABLE: f"{name}:{columns_of(sys.stderr)}"}
 
 
-def progress_of_rank() -> Progress:
-    """Returns this rank's progress output, on the terminal of :func:`terminal_variable` if set."""
+def progress_of_rank() -> Progress | None:
+    """Returns this rank's progress output, on the terminal of :func:`terminal_variable` if set.
+
+    None if the command that started the harness shows progress itself.
+    """
     name, _, columns = os.environ.get(TERMINAL_VARIABLE, "").partition(":")
+    if name == "none":
+        return None
     if not name:
         return Progress()
     return Progress(sys.stdout if name == "stdout" else sys.stderr, columns=int(columns))
@@ -43,7 +45,7 @@ class Pacing:
 
     Args:
         title: the beginning of each line, such as "ringcomm bench moe".
-        progress: the output; None on the other ranks, which show nothing.
+        progress: the output; None if this process shows nothing, as all ranks but rank 0.
         now: the clock, in seconds.
     """
 

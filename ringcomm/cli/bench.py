@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import IO, Any
+
+from ringcomm.cli.progress import TERMINAL_VARIABLE
 
 COLLECTIVES, TRAINING = "collectives", "training"
 _BEAT_S = 1.0
@@ -29,12 +32,16 @@ def run_harness(
 
     Args:
         words: the command line of the harness.
-        output: a file for stdout and stderr; None: stdout and stderr of this process.
+        output: a file for stdout and for errors; None: stdout and stderr of this process, with
+            the harness's progress.
         beat: a function to call every second while the harness runs.
     """
-    error = None if output is None else subprocess.STDOUT
+    error, environment = None, None
+    if output is not None:
+        # Errors belong into the file, but progress does not: the caller shows it itself.
+        error, environment = subprocess.STDOUT, {**os.environ, TERMINAL_VARIABLE: "none"}
     command = [sys.executable, "-m", "ringcomm.bench", *words]
-    with subprocess.Popen(command, stdout=output, stderr=error) as harness:
+    with subprocess.Popen(command, stdout=output, stderr=error, env=environment) as harness:
         while True:
             try:
                 return harness.wait(_BEAT_S)

@@ -41,17 +41,19 @@ def runs_of(quick: bool, data: str | None) -> list[Phase]:
     pace = "--peers gloo --placement usual"
     pace += " -b 4K -e 256K -f 64 -r 3 -w 1 --turn-us 500" if quick else " -b 4K -e 64M -f 128 -r 9"
     heap = f"reduce_scatter all_gather all_reduce --tensors heap {pace}"
-    found = [Phase("Every collective against Gloo", COLLECTIVES, ("all", *pace.split()))]
+    # The whole demo was timed; the seconds of its phases are rough shares of this time.
+    words = ("all", *pace.split())
+    found = [Phase("Every collective against Gloo", COLLECTIVES, words, 0 if quick else 22)]
     if not quick:
-        found.append(Phase("The same on tensors in the heap", COLLECTIVES, tuple(heap.split())))
+        found.append(Phase("The same on tensors in the heap", COLLECTIVES, tuple(heap.split()), 9))
     text = () if data is None else ("--data", data)
-    # Title, width, depth, heads and rounds; embedding and output layer share their weights.
-    small = ("A GPT of 0.02 M parameters", 32, 1, 2, 3)
-    models = [("A GPT of 0.8 M parameters", 128, 4, 4, 15), ("A GPT of 6 M", 320, 5, 5, 7)]
-    for title, width, depth, heads, rounds in [small] if quick else models:
+    # Title, width, depth, heads, rounds, seconds; embedding and output layer share their weights.
+    small = ("A GPT of 0.02 M parameters", 32, 1, 2, 3, 0)
+    models = [("A GPT of 0.8 M parameters", 128, 4, 4, 15, 20), ("A GPT of 6 M", 320, 5, 5, 7, 19)]
+    for title, width, depth, heads, rounds, about_s in [small] if quick else models:
         sizes = f"--width {width} --depth {depth} --heads {heads} --context {CONTEXT}"
         words = (*f"{sizes} --sequences 4 --rounds {rounds}".split(), *text)
-        found.append(Phase(f"{title}, trained by each system", TRAINING, words))
+        found.append(Phase(f"{title}, trained by each system", TRAINING, words, about_s))
     return found
 
 
@@ -88,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     chosen, outcome = runs_of(args.quick, args.data), DemoOutcome()
     with _tables_file(args.tables) as tables:
-        print(f"{len(chosen)} phases; the tables go to {tables.name}", flush=True)
+        total_s = sum(each.about_s for each in chosen)
+        length = f"about {total_s:.0f} s on two idle cores" if total_s else "some seconds"
+        print(f"{len(chosen)} phases, {length}; the tables go to {tables.name}", flush=True)
         _run_all(chosen, tables, outcome)
     if INTERRUPTED in outcome.failed.values():
         phase = len(outcome.failed | outcome.reports)
@@ -130,7 +134,8 @@ def _run_all(chosen: Sequence[Phase], tables: IO[str], outcome: DemoOutcome) -> 
 def card_lines(reports: Iterable[Mapping[str, Any]]) -> list[str]:
     """Returns the card: a line per collective at its largest size, and a line per ZeRO stage.
 
-    Shows the first report about collectives, and the last report about training.
+    Shows the first report about collectives, and the last report about training. The last line
+    explains the ratios.
     """
     rows: list[list[dict[str, Any]]] = [report["rows"] for report in reports]
     lines: list[str] = []
@@ -138,12 +143,15 @@ def card_lines(reports: Iterable[Mapping[str, Any]]) -> list[str]:
         lines += table_lines([_COLLECTIVE_HEAD, *_collective_cells(found)], right=_RIGHT)
     for found in [each for each in rows if not _is_of_collectives(each)][-1:]:
         lines += table_lines([_STAGE_HEAD, *_stage_cells(found)], right=_RIGHT)
-    return lines
+    return [*lines, _EXPLANATION] if lines else []
 
 
 _TRAINING_STEP = "training_step"  # the harness's name of a step, in the column "collective"
 _COLLECTIVE_HEAD = ("collective", "bytes", "ringcomm", "Gloo takes", "wrong elements")
 _STAGE_HEAD = ("training", "MB per rank", "step", "DDP on Gloo takes", "compared with stage 0")
+_EXPLANATION = (
+    "2 ranks, FP32, plain tensors. 2.00x: Gloo takes twice as long; below 1x Gloo is faster."
+)
 _RIGHT = (False, True, True, True, True)
 
 

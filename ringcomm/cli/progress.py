@@ -9,7 +9,12 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-__all__ = ["Progress", "columns_of", "time_left"]
+__all__ = ["TERMINAL_VARIABLE", "Progress", "columns_of", "time_left"]
+
+# Names the stream of a benchmark's ranks that leads to a terminal, and the width of this terminal;
+# "none": the ranks show no progress. MPI's launcher reads the output of its ranks from pipes, so
+# that ranks cannot see the terminal.
+TERMINAL_VARIABLE = "RINGCOMM_BENCH_TERMINAL"
 
 # A log grows by at most one line in this time, and shows that the command still runs.
 HEARTBEAT_S = 30.0

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ringcomm.bench.pacing import TERMINAL_VARIABLE
 from ringcomm.bench.report import read
+from ringcomm.cli.progress import TERMINAL_VARIABLE
 from tests.bench.programs import run_program
 from tests.support import ROOT
 

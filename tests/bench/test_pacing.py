@@ -11,10 +11,10 @@ import pytest
 import torch.distributed.nn.functional
 
 from ringcomm.bench import moe
-from ringcomm.bench.pacing import TERMINAL_VARIABLE, Pacing, progress_of_rank, terminal_variable
+from ringcomm.bench.pacing import Pacing, progress_of_rank, terminal_variable
 from ringcomm.bench.run import BENCHES
 from ringcomm.bench.timing import Device, Entrant, Pace, measure
-from ringcomm.cli.progress import HEARTBEAT_S, Progress
+from ringcomm.cli.progress import HEARTBEAT_S, TERMINAL_VARIABLE, Progress
 from tests.bench.test_timing import LoggingBoard
 
 
@@ -102,6 +102,11 @@ def test_ranks_behind_pipes_write_to_the_terminal_of_their_launcher(
         progress_of_rank().show("x" * 99)
         written = {each: pipe.getvalue() for each, pipe in pipes.items() if pipe.getvalue()}
         assert written == {value.partition(":")[0]: "\r" + "x" * 79 + "\x1b[K"}
+
+
+def test_ranks_show_nothing_if_their_caller_shows_progress(monkeypatch):
+    monkeypatch.setenv(TERMINAL_VARIABLE, "none")
+    assert progress_of_rank() is None
 
 
 def test_the_timed_exchange_of_tokens_warns_of_nothing():

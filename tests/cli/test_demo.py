@@ -13,7 +13,7 @@ from ringcomm.bench import collectives, training, training_deepspeed
 from ringcomm.bench.cases import COLLECTIVES
 from ringcomm.bench.launch import _STORE_FILE as STORE_FILE
 from ringcomm.bench.training_systems import DDP_HERE, FSDP2_HERE, STAGES
-from ringcomm.cli import bench, demo, phases
+from ringcomm.cli import bench, demo, phases, progress
 from tests.cli.processes import run
 from tests.support import ROOT
 from tests.support.covering import EVERY_CASE
@@ -47,9 +47,12 @@ def test_demo_checks_every_collective_and_finds_equal_losses(tmp_path, text):
     assert all(row["held_bytes"] < 10e6 for row in trained if row["system"] in STAGES)
     tables = (tmp_path / "tables.txt").read_text()
     assert str(text) in tables and "# all_to_all: 2 ranks" in tables
+    assert not re.search(r"^ringcomm bench.*: \d+ cases?", tables, re.MULTILINE)  # progress
     lines = done.stdout.splitlines()
+    assert lines[0] == f"2 phases, some seconds; the tables go to {tmp_path / 'tables.txt'}"
     card = lines[lines.index("") + 1 : -2]
-    assert len(card) == 15 and all(len(line) <= 100 for line in card)
+    assert len(card) == 16 and all(len(line) <= 100 for line in card)
+    assert card[-1].startswith("2 ranks, FP32, plain tensors. 2.00x: Gloo takes twice as long;")
     for name in COLLECTIVES:
         assert sum(line.startswith(f"{name} ") and line.endswith(" 0") for line in card) == 1
     for stage in STAGES[1:]:
@@ -146,6 +149,26 @@ def test_a_run_that_fails_fails_the_demo(monkeypatch, capsys, tmp_path, failing,
     assert ("NOT all results agree." in told) is (status == 1)
     assert json.loads(file.read_text())["passed"] is (status == 0)
     assert wrong is None or f"FAILED: {wrong.title}: exit status 1" in told
+
+
+def test_the_length_of_the_demo_and_of_its_phases_is_shown(monkeypatch, capsys, tmp_path):
+    def harness(name, *words, output, beat):
+        beat()
+        return 0
+
+    monkeypatch.setattr(phases, "run_harness", harness)
+    monkeypatch.setattr(progress, "HEARTBEAT_S", 0.0)
+    tables = str(tmp_path / "x.txt")
+    asked = argparse.Namespace(quick=False, data=None, json=None, tables=tables)
+    assert demo.run(asked) == 0
+    told, shown = capsys.readouterr()
+    first = f"4 phases, about 70 s on two idle cores; the tables go to {tables}"
+    assert told.splitlines()[0] == first
+    runs = demo.runs_of(False, None)
+    assert shown.splitlines() == [
+        f"{number}/4  {each.title}: running for 0 of about {each.about_s:.0f} s"
+        for number, each in enumerate(runs, 1)
+    ]
 
 
 def test_ctrl_c_in_a_run_ends_the_demo(monkeypatch, capsys):
