@@ -62,7 +62,7 @@ def test_a_usage_error_is_short_and_names_the_word_that_was_meant(capsys, words,
         (
             ["estimate", "memory", "--world", "2"],
             "ringcomm estimate memory",
-            "or --layers and the ",
+            "or all of --layers, ",
         ),
     ],
 )
