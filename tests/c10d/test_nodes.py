@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcomm import Communicator
+from ringcomm.comm.nodes.engine import NodesEngine
 from tests.c10d import (
     test_checkpoint,
     test_collectives,
@@ -27,8 +27,8 @@ def nodes_of(group) -> int:
     comm, everyone = group.communicator, default_group().communicator
     ranks = dist.get_process_group_ranks(group)
     assert comm.num_nodes == len({everyone.node_of(rank) for rank in ranks})
-    # A group within a node has a plain communicator of ringcomm.
-    assert (type(comm) is Communicator) == (comm.num_nodes == 1)
+    # A group within a node has an engine without the costs of several nodes.
+    assert isinstance(comm.engine, NodesEngine) == (comm.num_nodes > 1)
     return comm.num_nodes
 
 
