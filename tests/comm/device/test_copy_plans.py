@@ -121,6 +121,7 @@ def _connect(store: Any, rank: int, world: int) -> Communicator:
 
 def _process(store: Any, rank: int, world: int, kind: str) -> bool:
     """Also with growing heaps, and in a graph."""
+    device_memory.GROWTH_WAIT_S = LIMIT_S  # on busy cores peers may map a chunk late
     devices = Devices(kind, devices=1) if kind == "emulated" else Devices(kind)
     with _connect(store, rank, world) as comm, devices.as_on_gpu(comm):
         gathers(comm)
