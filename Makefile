@@ -124,9 +124,10 @@ gpu-check:
 		$(if $(REHEARSE),--rehearse)
 
 # Times ringcomm beside Gloo, MPICH, Intel MPI, oneCCL, DDP, FSDP2 and DeepSpeed in one session,
-# whose estimated length it announces, and writes tables and a chart to build/compare. OPTIONS=--record also puts the
-# tables into docs/performance.md; OPTIONS=--quick tries everything at small sizes. A library that
-# cannot be installed or run here is left out, and the tables say why.
+# whose estimated length it announces, and writes tables and a chart to build/compare.
+# OPTIONS=--record also puts the tables into docs/performance.md and README.md; OPTIONS=--quick
+# tries everything at small sizes. A library that cannot be installed or run here is left out, and
+# the tables say why.
 compare: export I_MPI_ROOT := $(VENV)/intel
 compare: $(VENV)/.native $(VENV)/.tools
 	-@MAKEFLAGS="$(filter-out -j% --jobs%,$(MAKEFLAGS))" $(MAKE) --no-print-directory --keep-going \

@@ -351,6 +351,10 @@ def test_a_recorded_session_is_on_the_page(monkeypatch, folders):
     assert in_readme == tables.readme_table(recorded).strip()
     assert "| all_gather | plain |" in in_readme and "not available" in in_readme
     assert (folders / "docs" / "pictures" / "compare.svg").read_text() == command.chart(recorded)
+    # Recorded results can be put there again, and stay.
+    kept = set((folders / "recorded").iterdir())
+    assert command.main(["--results", str(folders / "recorded"), "--render", "--record"]) == 0
+    assert kept and kept <= set((folders / "recorded").iterdir())
     # What exists already is put there without a run.
     page_of(folders).write_text(f"{page.BEGIN}{page.END}")
     assert command.main(["--results", str(folders / "build"), "--render", "--record"]) == 0

@@ -87,7 +87,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     told = "folder of the results, the tables and the chart (default: build/compare)"
     add("--results", type=Path, default=FOLDER, metavar="FOLDER", help=told)
     told = f"also copy the results to {_shown(RECORDED)}, and the tables and the chart to"
-    add("--record", action="store_true", help=f"{told} {_shown(PAGE)}")
+    add("--record", action="store_true", help=f"{told} {_shown(PAGE)} and {README.name}")
     add("--quick", action="store_true", help="small sizes and a small model: a trial of a minute")
     told = "measure nothing: write the tables and the chart from existing results"
     add("--render", action="store_true", help=told)

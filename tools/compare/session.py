@@ -157,6 +157,8 @@ def read_session(folder: Path) -> Session:
 def copy(folder: Path, to: Path) -> None:
     """Replaces the results in the folder ``to``, which may not exist, by those in ``folder``."""
     to.mkdir(parents=True, exist_ok=True)
+    if folder.resolve() == to.resolve():  # remove() would delete the results themselves
+        return
     remove(to)
     for path in [*results_of(folder).values(), folder / _REASONS]:
         if path.exists():

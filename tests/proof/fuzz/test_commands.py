@@ -119,7 +119,8 @@ def test_numbers_of_many_digits(words, nothing_starts):
 @pytest.mark.parametrize("command", [["topo", "--file"], ["trace"]], ids=lambda words: words[0])
 @pytest.mark.parametrize("file", ["/dev/zero", "pipe", "/", "/proc/self/mem", "\x00", "\ud800"])
 def test_files_that_are_none(command, file, nothing_starts):
-    # trace: a file that cannot be read is a wrong argument; one that is no trace is a failure.
+    # trace: a file that cannot be read is a wrong argument; a readable file without a trace is a
+    # failure.
     code = 2 if command[0] == "topo" or file in ("/", "/proc/self/mem") else 1
     assert told(main, [*command, file]) == f"ended {code}"
 
