@@ -360,6 +360,11 @@ class RankOutcome(NamedTuple):
     text: str
     value: Any
 
+    def error_class(self, otherwise: type[RingcommError]) -> type[RingcommError]:
+        """Returns the class of the rank's exception, or ``otherwise`` if it is not ringcomm's."""
+        kinds = {kind.__name__: kind for kind in RingcommError.__subclasses__()}
+        return kinds.get(self.kind, otherwise)
+
 
 @contextmanager
 def _keeping(errors: list[Exception]) -> Iterator[None]:
@@ -397,7 +402,9 @@ def agreed_load(ranks: Ranks | None, operation: str) -> Iterator[list[object]]:
 
     Raises:
         Exception: the exception raised on this rank.
-        CheckpointError: the load failed on another rank, or the ranks' values differ.
+        RingcommError: the load failed on another rank; of the same class if the class is
+            ringcomm's, otherwise CheckpointError.
+        CheckpointError: the ranks' values differ.
     """
     same: list[object] = []
     errors: list[Exception] = []
@@ -407,7 +414,7 @@ def agreed_load(ranks: Ranks | None, operation: str) -> Iterator[list[object]]:
     if ranks is not None:
         for each in outcomes(ranks, operation, error, same):
             if error is None and each.kind:
-                error = CheckpointError(
+                error = each.error_class(CheckpointError)(
                     f"{operation}: {each.name} cannot load its state, so no rank does: {each.text}"
                 )
             if error is None and each.value != same:
@@ -451,9 +458,8 @@ def all_or_none(
     if error is not None:
         raise error
     assert ranks is not None  # None: only this rank can fail, and it has raised above
-    kinds = {kind.__name__: kind for kind in RingcommError.__subclasses__()}
     first = next(each for each in told if each.kind)
-    failed = kinds.get(first.kind, RingcommError)(
+    failed = first.error_class(RingcommError)(
         f"{operation} on {ranks.name}: {first.name} failed, so no rank goes on: {first.text}"
     )
     failed.repeats = True

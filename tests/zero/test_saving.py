@@ -359,7 +359,7 @@ def test_what_cannot_be_saved(worlds, tmp_path):
         with pytest.raises(CheckpointError, match="found none"):
             zero.load(tmp_path, module)
         zero.save(tmp_path, 7, module)
-        with pytest.raises((ArgumentError, CheckpointError), match="after 7"):
+        with pytest.raises(ArgumentError, match="after 7"):
             zero.save(tmp_path, 7, module)
 
     worlds(2).run(work)

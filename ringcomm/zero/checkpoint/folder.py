@@ -368,8 +368,10 @@ def agreed(ranks: Ranks, operation: str, work: Callable[[], Any]) -> list[Any]:
         The results of ``work``, JSON data, by rank.
 
     Raises:
-        CheckpointError: ``work`` failed on this rank with an OSError, or failed on another rank.
+        CheckpointError: ``work`` failed on this rank with an OSError.
         Exception: any other exception of ``work`` on this rank.
+        RingcommError: ``work`` failed on another rank; of the same class if the class is
+            ringcomm's, otherwise CheckpointError.
     """
     result, error = None, None
     try:
@@ -386,7 +388,7 @@ def agreed(ranks: Ranks, operation: str, work: Callable[[], Any]) -> list[Any]:
         raise error
     for each in told:
         if each.kind:
-            failed = CheckpointError(
+            failed = each.error_class(CheckpointError)(
                 f"{operation}: {each.name} failed, so no rank continues: {each.text}. Earlier "
                 "checkpoints are intact"
             )
@@ -509,7 +511,9 @@ class Checkpoints:
 
         Raises:
             ArgumentError, MismatchError, UnsupportedError: bad arguments; no rank wrote anything.
-            CheckpointError: the save failed; on all ranks, and earlier checkpoints are intact.
+            CheckpointError: the save failed, and earlier checkpoints are intact.
+
+        If a rank raises an error, all ranks raise an error of the same class.
         """
         contents = Contents(tensors, data, rank_data, rank_tensors or {})
         return _Save(self, step, contents, self._ranks).run()
