@@ -132,17 +132,22 @@ def test_torchrun(two_nodes, program, rendezvous):
 # A rank of the second node dies in the first attempt. The first node's agent only sees that another
 # agent has joined again, and counts no restart: it tells its ranks of no earlier attempt.
 DIES = """
-import os, signal, sys, torch, ringcomm
+import os, pathlib, signal, sys, time, torch, ringcomm
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 comm = ringcomm.Communicator.from_env(timeout=30)
 tensor = torch.full((1000,), 1.0)
 comm.all_reduce(tensor)
-is_first = not os.path.exists(sys.argv[1])
+folder = pathlib.Path(sys.argv[1])
+is_first = not (folder / "died").exists()
 comm.barrier()
 if is_first:
+    (folder / f"waits{comm.rank}").touch()
     if os.environ["LOCAL_RANK"] == "1" and os.uname().nodename == "node1":
-        with open(sys.argv[1], "w"):
-            os.kill(os.getpid(), signal.SIGKILL)
+        # A rank that is still in the barrier would fail, too, and its agent would count a restart.
+        while len([*folder.glob("waits*")]) < comm.world_size:
+            time.sleep(0.01)
+        (folder / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
 sys.stdout.write(f"rank {comm.rank} after {attempt}: {tensor[999].item():g}\\n")
 comm.barrier()
@@ -152,7 +157,7 @@ comm.barrier()
 def test_torchrun_starts_all_ranks_again(two_nodes, tmp_path):
     path = tmp_path / "dies.py"
     path.write_text(DIES)
-    words = ["--max-restarts=1", "--monitor-interval=0.05", str(path), str(tmp_path / "died")]
+    words = ["--max-restarts=1", "--monitor-interval=0.05", str(path), str(tmp_path)]
     first, *options = torchrun(two_nodes, 0, "c10d")
     options += words
     done = on_each_node(two_nodes, [[first, *options]] * NODES, [environment()] * NODES)
