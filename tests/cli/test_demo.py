@@ -162,7 +162,7 @@ def test_the_length_of_the_demo_and_of_its_phases_is_shown(monkeypatch, capsys, 
     asked = argparse.Namespace(quick=False, data=None, json=None, tables=tables)
     assert demo.run(asked) == 0
     told, shown = capsys.readouterr()
-    first = f"4 phases, about 70 s on two idle cores; the tables go to {tables}"
+    first = f"4 phases, about 67 s on two idle cores; the tables go to {tables}"
     assert told.splitlines()[0] == first
     runs = demo.runs_of(False, None)
     assert shown.splitlines() == [
