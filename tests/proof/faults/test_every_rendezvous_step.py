@@ -185,10 +185,12 @@ def _rank(inner: Store, rank: int, world: int, kind: str, killed_at: int | None)
     except RingcommError as raised:
         error = raised
     steps = store.steps
-    # A finished rank stays until all others have ended, so that its end is not taken for the loss.
-    if rank != KILLED and killed_at is not None:
+    # A finished rank stays until all others have finished. Its end would be taken for the loss, or
+    # be a further step of a local peer, which reports it to the other nodes.
+    finishing = [each for each in range(WORLD) if each != KILLED or killed_at is None]
+    if rank in finishing:
         inner.set(f"over{rank}", "")
-        inner.wait([f"over{each}" for each in range(WORLD) if each != KILLED])
+        inner.wait([f"over{each}" for each in finishing])
     del world_comm
     return steps, type(error), str(error), built is not None
 
