@@ -224,8 +224,9 @@ KNOWN = USERS | frozenset(
         # Passed from the commands to the processes that they start.
         *("STORE_PORT", "STORE_FD", "BENCH_STORE", "BENCH_TERMINAL"),
         # Used by the tests.
-        *("TEST_CASES", "TEST_NODES", "FUZZ", "TSAN", "MODEL_CHECK", "CUDA_COMPILE"),
-        *("PTX_CHECK", "EMULATED_KERNELS", "REAL_LAUNCHES", "TEST_MACHINE"),
+        *("TEST_CASES", "TEST_NODES", "TEST_PRELOADED", "FUZZ", "TSAN"),
+        *("MODEL_CHECK", "CUDA_COMPILE", "PTX_CHECK"),
+        *("EMULATED_KERNELS", "REAL_LAUNCHES", "TEST_MACHINE"),
     )
 )
 _warned: set[str] = set()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proofs that ``make test`` runs only when something that they read has changed.
 
-Other tests always run. A proof takes minutes and reads only a part of the tree: for example the
-kernels, but not the optimizers. :data:`PROOFS` lists the files that each proof reads. When all
+Other tests always run. A proof is a group of tests that reads only a part of the tree: for example
+the kernels, but not the optimizers. :data:`PROOFS` lists the files that each proof reads. When all
 tests of a proof have passed in a run of all tests, a digest of these files and of the tools is
 written to ``build/proofs.json``, which is not committed. Later runs leave the proof out while its
 digest stays the same. The last lines of a run name the proofs that were left out.
@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,15 +46,19 @@ class Proof:
         reads: patterns of the other files of the tree that the tests read. ``*`` matches a part
             of a name, and ``**`` any folders.
         programs: modules that processes of the tests import, but not the tests themselves.
+        except_for: files inside the folders of ``tests`` that are not tests of the proof.
     """
 
     name: str
     tests: tuple[str, ...]
     reads: tuple[str, ...]
     programs: tuple[str, ...] = ()
+    except_for: tuple[str, ...] = ()
 
     def owns(self, name: str) -> bool:
-        """True if a path is one of the proof's tests, or inside one."""
+        """True if a path is one of the proof's tests, or inside one, with all that is inside it."""
+        if any(each == name or each.startswith(f"{name}/") for each in self.except_for):
+            return False
         return any(name == test or name.startswith(f"{test}/") for test in self.tests)
 
     def lists(self, name: str) -> bool:
@@ -72,9 +77,8 @@ class Proof:
 
 # Files that pytest reads before any test, and ``__init__`` files of parent packages.
 EVERY_TEST = (
-    "pyproject.toml",
-    *("tests/__init__.py", "tests/conftest.py", "tests/proofs.py"),
-    *("tests/proof/__init__.py", "tests/support/__init__.py", "tests/support/covering.py"),
+    *("pyproject.toml", "tests/**/__init__.py", "tests/conftest.py", "tests/proofs.py"),
+    "tests/support/covering.py",
 )
 _CPP = ("kernels/cuda/**", "kernels/host/**", "kernels/include/**")
 _COMPILING = (*_CPP, "tests/support/compiler.py")
@@ -97,6 +101,17 @@ _DEVICES = (
     *(*_COMPILED_KERNELS, *_COMMUNICATORS, "ringcomm/optim/**"),
     *(*_QUANTIZATION, "tests/comm/device/*.py", "tests/proof/ptx/*.py", "tests/support/**"),
 )
+# The packages below sharded training, and what their tests share.
+_CORE = (
+    *(*_TORCH, *_COMMUNICATORS, "ringcomm/_native*.so", "ringcomm/cli/**", "ringcomm/cuda/**"),
+    *("ringcomm/extras/__init__.py", "ringcomm/optim/**", "kernels/**", "CMakeLists.txt"),
+    *("tests/ptx_interpreter/**", "tests/support/**"),
+)
+_SHARED_BY_DEVICES = (
+    *("tests/comm/conftest.py", "tests/comm/device/conftest.py"),
+    *("tests/comm/device/test_device_steps.py", "tests/gpu/conftest.py", "tests/gpu/device.py"),
+    *("tests/gpu/worlds.py", "tests/memory/disk_folder.py"),
+)
 _FORKS = ("tests.support.fork_server", "tests.support.preloaded_for_devices")
 
 PROOFS = (
@@ -115,6 +130,14 @@ PROOFS = (
             for name in ("cuda_checks", "cuda_compile", "loop_measures", "packet_compile")
         ),
         _COMPILED_KERNELS,
+    ),
+    Proof(
+        "bars of machine code",
+        tuple(
+            f"tests/proof/compile/test_{name}.py"
+            for name in ("bars", "isa", "ptx_order", "quotient_code", "step_loops")
+        ),
+        (*_COMPILED_KERNELS, *_COMMUNICATORS, "bench/*.py", "ringcomm/cli/*.py"),
     ),
     Proof(
         "machine code of Triton",
@@ -164,6 +187,76 @@ PROOFS = (
         ("tests.proof.ptx.triton_jobs", *_FORKS),
     ),
     Proof(
+        "communicators",
+        ("tests/comm",),
+        (
+            *(*_CORE, *_SHARED_BY_DEVICES, "tests/memory/test_numa.py", "tests/proof/ptx/*.py"),
+            *("tests/proof/races/*.cpp", "tests/proof/races/*.h", "tests/proof/soak/cases.py"),
+        ),
+        except_for=(
+            "tests/comm/nodes/test_on_devices.py",
+            *(
+                f"tests/comm/test_{name}.py"
+                for name in ("exit", "functions", "leaving", "no_threads", "threads")
+            ),
+        ),
+    ),
+    Proof(
+        "memory and rendezvous",
+        ("tests/memory", "tests/rendezvous"),
+        (*_CORE, "tests/proof/faults/device/rig.py"),
+        except_for=("tests/memory/test_heap_growth.py",),
+    ),
+    Proof(
+        "kernels on the emulated device",
+        ("tests/cuda", "tests/tl"),
+        (*_CORE, "docs/triton.md", "tests/comm/test_quantization.py"),
+    ),
+    Proof(
+        "faults",
+        ("tests/proof/faults",),
+        (*_CORE, "tests/cli/processes.py"),
+        except_for=tuple(
+            f"tests/proof/faults/test_{name}.py"
+            for name in ("elastic", "soak", "suspended", "training")
+        ),
+    ),
+    Proof(
+        "optimizers and functions",
+        ("tests/functional", "tests/optim"),
+        (
+            *(*_CORE, *_SHARED_BY_DEVICES, "ringcomm/**", "tests/extras/moe/cases.py"),
+            *("tests/packaging/test_import.py", "tests/zero/*.py"),
+        ),
+    ),
+    Proof(
+        "sharded training",
+        ("tests/zero",),
+        (
+            *(*_CORE, *_SHARED_BY_DEVICES, "ringcomm/**", "docs/*.md", "tests/comm/*.py"),
+            *("tests/c10d/*.py", "tests/functional/conftest.py", "tests/optim/*.py"),
+        ),
+    ),
+    Proof(
+        "backend, extras and examples",
+        ("tests/c10d", "tests/examples", "tests/extras", "tests/gpu"),
+        (
+            *(*_CORE, *_SHARED_BY_DEVICES, "ringcomm/**", "docs/**", "tests/packaging/*.py"),
+            *("tests/comm/test_quantization.py", "tests/functional/*.py", "tests/zero/models.py"),
+        ),
+    ),
+    Proof(
+        "commands, benchmarks and tools",
+        ("tests/bench", "tests/cli", "tests/tools"),
+        (
+            *(*_CORE, *_SHARED_BY_DEVICES, "ringcomm/**", "bench/**", "tools/**"),
+            *("tests/comm/test_no_threads.py", "tests/comm/test_threads.py"),
+            *("tests/comm/topology/**", "tests/gpu/*.py", "tests/proof/compile/test_isa.py"),
+            *("tests/proof/fuzz/test_hostile.py", "tests/proof/races/*.py"),
+            *("README.md", "docs/performance.md", "docs/pictures/compare.svg"),
+        ),
+    ),
+    Proof(
         "style and types",
         ("tests/test_style.py",),
         (
@@ -210,6 +303,13 @@ def _said(*command: str) -> str:
     return f"{command[0]}: {done.stdout.partition(chr(10))[0]}"
 
 
+# Programs without which tests are skipped; installing such a program makes the proofs run again.
+_OPTIONAL = (
+    *("apt-get", "compute-sanitizer", "git", "ip", "make", "mkfs.ext4", "mpiexec", "mpirun"),
+    *("mpirun.openmpi", "ncu", "slurmctld", "slurmd", "srun", "tc", "unshare"),
+)
+
+
 def tools() -> str:
     """Returns the versions of everything outside the tree that can change a proof's result."""
     compilers = [
@@ -221,13 +321,15 @@ def tools() -> str:
     settings = [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
-        if name.startswith(("RINGCOMM_", "TRITON_")) and name != "RINGCOMM_TEST_CASES"
+        if name.startswith(("CUDA_", "RINGCOMM_", "TRITON_")) and name != "RINGCOMM_TEST_CASES"
     ]
     return "\n".join(
         [
             *(sys.version, platform.platform(), *processor[:2], f"user {os.geteuid()}"),
             *(_said(each, "--version") for each in compilers),
-            *(_said("spin", "-V"), *packages, *settings),
+            *(_said("spin", "-V"), _said("nvidia-smi", "-L"), _said("nvidia-smi", "--version")),
+            *(f"{each}: {shutil.which(each)}" for each in _OPTIONAL),
+            *(*packages, *settings),
         ]
     )
 

@@ -38,7 +38,7 @@ by_proof = pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.name
 @by_proof
 def test_the_table_names_files_that_exist(proof: Proof) -> None:
     names = proofs.files_of(ROOT)
-    for test in proof.tests:
+    for test in (*proof.tests, *proof.except_for):
         assert (ROOT / test).exists(), test
     for pattern in proof.patterns:
         alone = Proof("", (), (pattern,))
@@ -101,7 +101,7 @@ def imported_by(proof: Proof) -> set[str]:
         path
         for test in proof.tests
         for path in ([ROOT / test] if test.endswith(".py") else (ROOT / test).rglob("*.py"))
-        if path.name.startswith("test_")
+        if path.name.startswith("test_") and proof.owns(path.relative_to(ROOT).as_posix())
     }
     folders = {folder for path in files for folder in path.parents if ROOT in folder.parents}
     paths = files | {folder / "conftest.py" for folder in folders}
@@ -226,9 +226,11 @@ def test_a_changed_byte_a_new_file_and_another_tool_change_the_digest(tree, monk
 )
 def test_all_files_that_a_proof_opens_as_it_runs_are_listed(proof: Proof, tree: Path) -> None:
     shutil.rmtree(tree / "build", ignore_errors=True)  # other proofs may have filled it
-    inherited = environment(tree)
+    inherited = environment(tree) | {"RINGCOMM_TEST_PRELOADED": "core"}
     inherited.pop("RINGCOMM_TEST_CASES", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *proof.tests]
+    others = [f"--ignore={name}" for name in proof.except_for]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *others]
+    command += proof.tests
     with Opened(tree) as opened:
         done = subprocess.run(command, cwd=tree, env=inherited, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout
@@ -343,6 +345,20 @@ def test_a_proof_runs_again_when_a_file_that_it_reads_has_changed(project) -> No
     assert project.run()[0] == {"passed": 1}
     project.write("checks/products/test_b.py", PASSES)
     assert project.run()[0] == {"passed": 3}
+
+
+@pytest.mark.parametrize("changed", ["checks/products/test_b.py", "checks/products/test_a.py"])
+def test_a_file_that_a_proof_excepts_always_runs_and_changes_nothing(project, changed) -> None:
+    excepts = '("checks/products",), (), except_for=("checks/products/test_b.py",)'
+    project.write("conftest.py", CONFTEST.replace('("checks/products",), ()', excepts))
+    assert project.run()[0] == {"passed": 5}
+    outcome, output = project.run()
+    assert outcome == {"passed": 2} and "last passed: sums (2 tests), products (1 tests);" in output
+    project.write(changed, f"\n{PASSES}")
+    assert project.run()[0] == {"passed": 2 if changed.endswith("b.py") else 3}
+    project.write("checks/products/test_b.py", "def test_it(): assert False\n")
+    assert project.run()[0] == {"passed": 1, "failed": 1}
+    assert project.recorded() == {"sums", "products"}
 
 
 def test_workers_leave_out_and_record_what_their_master_says(project) -> None:
