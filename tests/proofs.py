@@ -233,15 +233,18 @@ PROOFS = (
         "sharded training",
         ("tests/zero",),
         (
-            *(*_CORE, *_SHARED_BY_DEVICES, "ringcomm/**", "docs/*.md", "tests/comm/*.py"),
-            *("tests/c10d/*.py", "tests/functional/conftest.py", "tests/optim/*.py"),
+            *(*_CORE, *_SHARED_BY_DEVICES, "ringcomm/**", "tests/comm/*.py", "tests/c10d/*.py"),
+            *("docs/migrating.md", "docs/precision.md", "docs/zero.md"),
+            *("tests/functional/conftest.py", "tests/optim/*.py"),
         ),
     ),
     Proof(
         "backend, extras and examples",
         ("tests/c10d", "tests/examples", "tests/extras", "tests/gpu"),
         (
-            *(*_CORE, *_SHARED_BY_DEVICES, "ringcomm/**", "docs/**", "tests/packaging/*.py"),
+            *(*_CORE, *_SHARED_BY_DEVICES, "ringcomm/**", "docs/examples/**"),
+            *("docs/integrations/**", "docs/migrating.md", "docs/moe.md"),
+            *("docs/reference/environment.md", "tests/packaging/*.py"),
             *("tests/comm/test_quantization.py", "tests/functional/*.py", "tests/zero/models.py"),
         ),
     ),
