@@ -294,7 +294,9 @@ def files_of(root: Path) -> list[str]:
             if each in _HIDDEN_SOURCE
             or not (each in _NOT_SOURCE or each.startswith(".") or each.endswith(".egg-info"))
         ]
-        found += [os.path.relpath(os.path.join(folder, name), root) for name in names]
+        # A linked worktree has a file .git instead of a folder.
+        kept = [name for name in names if name != ".git"]
+        found += [os.path.relpath(os.path.join(folder, name), root) for name in kept]
     return sorted(found)
 
 

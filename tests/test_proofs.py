@@ -68,6 +68,13 @@ def test_a_pattern_lists_files(pattern: str, listed: list[str], other: list[str]
     assert not proof.owns("tests/one_more.py") and not proof.owns("tests")
 
 
+def test_the_files_of_git_do_not_belong_to_a_tree(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    for name in (".git", "inner/.git", "inner/source.py", ".gitignore"):
+        (tmp_path / name).touch()
+    assert proofs.files_of(tmp_path) == [".gitignore", "inner/source.py"]
+
+
 # ---- which files are opened ----------------------------------------------------------------------
 
 
