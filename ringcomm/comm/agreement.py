@@ -417,6 +417,7 @@ def agreed_load(ranks: Ranks | None, operation: str) -> Iterator[list[object]]:
                 error = each.error_class(CheckpointError)(
                     f"{operation}: {each.name} cannot load its state, so no rank does: {each.text}"
                 )
+                error.repeats = True
             if error is None and each.value != same:
                 error = CheckpointError(
                     f"{operation}: {ranks.name} and {each.name} load states of different steps, "

@@ -219,16 +219,16 @@ def test_facts_of_a_train_state():
     [(ArgumentError, "ArgumentError"), (OSError, "CheckpointError")],
 )
 def test_no_rank_waits_for_one_that_fails_in_any_way(worlds, kind, on_others):
-    def load(comm: Any) -> str:
+    def load(comm: Any) -> tuple[str, bool]:
         with (
             pytest.raises((RingcommError, kind), match=r"of 2 cannot load|odd") as raised,
             agreed_load(ModelRanks(comm), "load"),
         ):
             if comm.rank:
                 raise kind("odd")
-        return type(raised.value).__name__
+        return type(raised.value).__name__, getattr(raised.value, "repeats", False)
 
-    assert worlds(2).run(load) == [on_others, kind.__name__]
+    assert worlds(2).run(load) == [(on_others, True), (kind.__name__, False)]
 
 
 def test_the_pieces_of_a_tensor_are_checked_in_time_that_grows_with_their_number(monkeypatch):
