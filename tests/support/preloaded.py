@@ -25,8 +25,7 @@ __all__ = ["pytest", "ringcomm", "torch"]
 
 # A check of the files that tests of communicators open sets this variable to "core". Otherwise
 # every program would open the files of sharded training, whether it uses them or not.
-PRELOADED = "RINGCOMM_TEST_PRELOADED"
-if os.environ.get(PRELOADED) != "core":
+if os.environ.get("RINGCOMM_TEST_PRELOADED") != "core":
     import ringcomm.functional
     import ringcomm.zero
 
